@@ -1,0 +1,28 @@
+# Everything a newcomer needs: make demo, make test.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test check setup clean
+
+demo: setup  ## train a real model on five local nodes
+	$(BIN)/roost demo
+
+test: setup  ## run every test
+	$(BIN)/python -m pytest
+
+check: setup  ## format, lint and types
+	$(BIN)/ruff format --check src tests benchmarks examples
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/mypy
+
+setup: .venv/.ready  ## a .venv in this folder with everything installed
+
+.venv/.ready: requirements.lock pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Roost needs Python 3.11 or newer; run: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch .venv/.ready
+
+clean:
+	rm -rf .venv build roost-demo roost-checkpoints

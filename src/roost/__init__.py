@@ -1,0 +1,1 @@
+"""Roost trains one PyTorch model on the PCs people already have."""

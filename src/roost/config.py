@@ -1,0 +1,266 @@
+"""Configurations: frozen, keyword-only, checked on construction. Standard library only."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+
+from roost.errors import InvalidConfigError
+
+Scalar = str | int | float | bool | None
+"""What an optimizer or schedule argument may be."""
+ArgumentValue = Scalar | tuple[float, ...]
+
+IDENTIFIER = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+
+OPTIMIZERS = frozenset({"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"})
+"""Optimizers of torch.optim that nodes build by name."""
+SCHEDULES = frozenset(
+    {
+        "ConstantLR",
+        "LinearLR",
+        "ExponentialLR",
+        "StepLR",
+        "MultiStepLR",
+        "PolynomialLR",
+        "CosineAnnealingLR",
+        "CosineAnnealingWarmRestarts",
+        "OneCycleLR",
+        "CyclicLR",
+    }
+)
+"""Schedules of torch.optim.lr_scheduler that nodes build by name."""
+
+
+def require(condition: bool, what: str) -> None:
+    """Raise InvalidConfigError with `what` unless `condition` holds."""
+    if not condition:
+        raise InvalidConfigError(what)
+
+
+def check_identifier(value: str, what: str) -> None:
+    """Raise InvalidConfigError unless `value` is a plain name (letters, digits, '_', '.', '-')."""
+    require(IDENTIFIER.match(value) is not None, f"{what} {value!r} must be 1 to 64 letters, digits, '_', '.' or '-'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedArguments:
+    """A class of torch.optim by name, with its keyword arguments."""
+
+    name: str
+    """For example 'AdamW'."""
+    arguments: tuple[tuple[str, ArgumentValue], ...] = ()
+    """Keyword arguments, for example (('lr', 0.001), ('betas', (0.9, 0.99)))."""
+
+    def __post_init__(self) -> None:
+        for key, value in self.arguments:
+            require(key.isidentifier(), f"{self.name}: argument name {key!r} is not an identifier")
+            numbers = value if isinstance(value, tuple) else (value,)
+            for number in numbers:
+                finite = not isinstance(number, float) or math.isfinite(number)
+                require(finite, f"{self.name}: argument {key}={value!r} must be finite")
+
+    def as_dict(self) -> dict[str, ArgumentValue]:
+        return dict(self.arguments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """What coordinator and nodes must know of a job; the model and the data stay with the requester."""
+
+    job_id: str
+    """Unique name of this run."""
+    optimizer: NamedArguments
+    """The optimizer every stage builds for its own parameters."""
+    schedule: NamedArguments | None = None
+    """Learning-rate schedule; it steps once per `batch_size` samples that all clusters together have consumed."""
+    batch_size: int = 32
+    """Samples per update of a cluster."""
+    micro_batch_size: int = 32
+    """Samples that travel through the pipeline together; a batch is one or more micro-batches."""
+    epochs: int = 1
+    """Times every training sample is consumed."""
+    averaging_interval: int = 16
+    """Updates of a stage between the starts of two averaging rounds."""
+    sync_interval: int = 1
+    """Epochs between synchronisation points, where clusters average exactly, evaluate and save; the last epoch always has one."""
+    samples: int
+    """Training samples."""
+    validation_samples: int = 0
+    """Validation samples; 0 means no evaluation."""
+    seed: int = 0
+    """Seeds the order of samples and dropout."""
+    max_clusters: int = 0
+    """Upper bound on clusters; 0 lets the planner choose."""
+    min_clusters: int = 1
+    """Lower bound on clusters; the job is refused if the pool cannot form so many."""
+    max_in_flight: int = 0
+    """Upper bound on in-flight micro-batches per stage; 0 lets the planner choose."""
+    start_epoch: int = 0
+    """Epochs already done by the run this one resumes."""
+    start_updates: int = 0
+    """Schedule steps already taken by the run this one resumes."""
+
+    def __post_init__(self) -> None:
+        check_identifier(self.job_id, "job id")
+        require(self.optimizer.name in OPTIMIZERS, f"optimizer {self.optimizer.name!r} is not one of {sorted(OPTIMIZERS)}")
+        if self.schedule is not None:
+            require(self.schedule.name in SCHEDULES, f"schedule {self.schedule.name!r} is not one of {sorted(SCHEDULES)}")
+        require(self.batch_size > 0, f"batch_size must be positive, not {self.batch_size}")
+        require(
+            0 < self.micro_batch_size <= self.batch_size,
+            f"micro_batch_size {self.micro_batch_size} must be in 1..batch_size={self.batch_size}",
+        )
+        require(self.epochs > 0, f"epochs must be positive, not {self.epochs}")
+        require(self.averaging_interval > 0, f"averaging_interval must be positive, not {self.averaging_interval}")
+        require(self.sync_interval > 0, f"sync_interval must be positive, not {self.sync_interval}")
+        require(self.samples > 0, "the training data is empty")
+        require(self.validation_samples >= 0, "validation_samples must not be negative")
+        require(0 <= self.seed < 2**63, "seed must be in 0 .. 2**63 - 1")
+        require(self.min_clusters >= 1, "min_clusters must be at least 1")
+        require(self.max_clusters == 0 or self.max_clusters >= self.min_clusters, "max_clusters must be 0 or at least min_clusters")
+        require(self.max_in_flight >= 0, "max_in_flight must not be negative")
+        require(0 <= self.start_epoch < self.epochs, f"start_epoch {self.start_epoch} must be before epochs={self.epochs}")
+        require(self.start_updates >= 0, "start_updates must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportConfig:
+    """Limits and deadlines of one endpoint."""
+
+    max_message_bytes: int = 1 << 30
+    """Largest message (all buffers together) it accepts."""
+    max_header_bytes: int = 8 << 20
+    """Largest message header it accepts."""
+    frame_bytes: int = 512 << 10
+    """Bytes per frame on a stream."""
+    connect_s: float = 10.0
+    """Deadline for a connection to a peer."""
+    send_s: float = 30.0
+    """Deadline for one message to be taken by the network."""
+    call_s: float = 30.0
+    """Default deadline for a call's reply."""
+    keepalive_s: float = 5.0
+    """Seconds between keepalive pings, and to wait for their answer."""
+    uplink_bytes_per_s: float = 0.0
+    """Emulated limit on what this endpoint sends; 0 means none."""
+
+    def __post_init__(self) -> None:
+        require(self.max_message_bytes > 0 and self.max_header_bytes > 0, "message limits must be positive")
+        require(1024 <= self.frame_bytes <= 3 << 20, "frame_bytes must be in 1 KiB .. 3 MiB")
+        deadlines = (self.connect_s, self.send_s, self.call_s, self.keepalive_s)
+        require(all(math.isfinite(d) and d > 0 for d in deadlines), "deadlines must be positive")
+        require(math.isfinite(self.uplink_bytes_per_s) and self.uplink_bytes_per_s >= 0, "uplink_bytes_per_s must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig:
+    """How a coordinator listens and watches."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 7700
+    """Port for enrolment; 0 picks a free one. Peers talk to the coordinator on a second port that enrolment names."""
+    advertise: str = ""
+    """Host name or address that nodes use; empty means `host`."""
+    state_dir: str = ""
+    """Directory for keys, certificates and the database."""
+    token_ttl_s: float = 86_400.0
+    """Seconds a token is valid."""
+    heartbeat_s: float = 1.0
+    """Seconds between a node's heartbeats."""
+    lost_after_s: float = 15.0
+    """Seconds without a heartbeat after which a node counts as lost."""
+    prepare_s: float = 180.0
+    """Deadline for all nodes to fetch and build their stages."""
+    sync_s: float = 120.0
+    """Deadline for an averaging, evaluating or saving step at a synchronisation point."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.port < 65536, f"port {self.port} is not a port")
+        durations = (self.token_ttl_s, self.heartbeat_s, self.lost_after_s, self.prepare_s, self.sync_s)
+        require(all(math.isfinite(d) and d > 0 for d in durations), "durations must be positive")
+        require(self.lost_after_s > self.heartbeat_s, "lost_after_s must be longer than heartbeat_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """What a node's owner lends, and how the node is reached."""
+
+    node_id: str
+    """Name of this node."""
+    host: str = ""
+    """Address to listen on and to tell peers; empty means the address the coordinator is reached from."""
+    port: int = 0
+    """Port to listen on; 0 picks a free one."""
+    state_dir: str = ""
+    """Directory for the node's key and certificate."""
+    threads: int = 0
+    """CPU threads for compute; 0 means all cores."""
+    device: str = "cpu"
+    """cpu, cuda or mps."""
+    memory_bytes: int = 0
+    """Memory it lends; 0 means measured: 80% of what is free."""
+    relative_speed: float = 1.0
+    """Emulated slowness: compute is paced by sleeping so that it runs at this fraction of the machine's speed."""
+    uplink_bytes_per_s: float = 0.0
+    """Emulated uplink; 0 means as fast as the network is."""
+
+    def __post_init__(self) -> None:
+        check_identifier(self.node_id, "node name")
+        require(0 <= self.port < 65536, f"port {self.port} is not a port")
+        require(self.threads >= 0, "threads must not be negative")
+        require(self.device in ("cpu", "cuda", "mps"), f"device {self.device!r} must be cpu, cuda or mps")
+        require(self.memory_bytes >= 0, "memory must not be negative")
+        require(0 < self.relative_speed <= 1, f"relative_speed must be in (0, 1], not {self.relative_speed}")
+        require(math.isfinite(self.uplink_bytes_per_s) and self.uplink_bytes_per_s >= 0, "uplink must not be negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """A node of a local pool: a process on this machine with declared memory and speed."""
+
+    name: str = ""
+    """Its name; empty means node-1, node-2, ..."""
+    memory: int | str = 0
+    """Bytes, or text such as '64MB'; 0 means measured."""
+    relative_speed: float = 1.0
+    """Emulated fraction of this machine's speed."""
+    threads: int = 1
+    """CPU threads."""
+    uplink_mbit: float = 0.0
+    """Emulated uplink in Mbit/s; 0 means none."""
+    extra: tuple[str, ...] = field(default=())
+    """Further arguments for 'roost join'."""
+
+    def __post_init__(self) -> None:
+        if self.name:
+            check_identifier(self.name, "node name")
+        parse_bytes(self.memory)
+        require(0 < self.relative_speed <= 1, f"relative_speed must be in (0, 1], not {self.relative_speed}")
+        require(self.threads > 0, "threads must be positive")
+        require(self.uplink_mbit >= 0, "uplink_mbit must not be negative")
+
+
+_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Return a size in bytes from a number or text such as '512MB', '1.5 GiB'. Raises InvalidConfigError."""
+    if isinstance(size, int):
+        require(size >= 0, f"size {size} must not be negative")
+        return size
+    match = re.match(r"^\s*([0-9]{1,15}(?:\.[0-9]{1,6})?)\s*([A-Za-z]*)\s*$", size)
+    if match is None or match[2].upper() not in _SIZES:
+        raise InvalidConfigError(f"size {size!r} is not a number of bytes such as '512MB' or '2GiB'")
+    return int(float(match[1]) * _SIZES[match[2].upper()])
+
+
+def format_bytes(size: float) -> str:
+    """Return a size for people: '1.5 MB'."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size) < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

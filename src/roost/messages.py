@@ -1,0 +1,635 @@
+"""Every message of the wire protocol, and the strict codec for them. Standard library only.
+
+A message is a frozen dataclass that is sent as JSON, with tensors beside it as raw buffers. Decoding checks the type of
+every field against its annotation: no unknown field, no missing field, no number that is not finite. Each message says
+which roles may send it; the transport refuses it from anybody else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types as python_types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+from typing import Any, ClassVar
+
+from roost.config import JobConfig
+from roost.errors import MalformedMessageError, RoostError
+from roost.types import (
+    EpochResult,
+    EvaluationResult,
+    Lease,
+    LinkProfile,
+    MicroBatch,
+    ModelProfile,
+    NodeProfile,
+    Peer,
+    Plan,
+    Role,
+    StageMetrics,
+    TensorSpec,
+)
+
+PROTOCOL_VERSION = 1
+MAX_STRING = 1 << 16
+MAX_ITEMS = 1 << 20
+
+_NODE = frozenset({Role.NODE})
+_REQUESTER = frozenset({Role.REQUESTER})
+_COORDINATOR = frozenset({Role.COORDINATOR})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """Base of all messages."""
+
+    senders: ClassVar[frozenset[Role]] = frozenset(Role)
+
+
+# ---------------------------------------------------------------- replies
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done(Message):
+    """The call was carried out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failed(Message):
+    """The call failed; the caller raises the error again."""
+
+    code: str
+    message: str
+    hint: str
+
+
+# ---------------------------------------------------------------- node or requester -> coordinator
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisterNode(Message):
+    """A node is ready to take part. Answered with Registered."""
+
+    senders = _NODE
+    protocol_version: int
+    roost_version: str
+    torch_version: str
+    profile: NodeProfile
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registered(Message):
+    """How often to send heartbeats."""
+
+    senders = _COORDINATOR
+    heartbeat_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heartbeat(Message):
+    """A node lives; `metrics` while it runs a stage. Answered with Done, or Failed if it must register again."""
+
+    senders = _NODE
+    job_id: str
+    metrics: StageMetrics | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseRequest(Message):
+    """The first stage of a cluster wants up to `want` more leases. Answered with LeaseGrant."""
+
+    senders = _NODE
+    job_id: str
+    cluster: int
+    want: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseGrant(Message):
+    """The leases; `drained` means there is nothing more until the coordinator sends ContinueJob."""
+
+    senders = _COORDINATOR
+    leases: tuple[Lease, ...]
+    drained: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseDone(Message):
+    """Every stage of the cluster has applied these leases."""
+
+    senders = _NODE
+    job_id: str
+    cluster: int
+    lease_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationDone(Message):
+    """The last stage of a cluster has evaluated a whole validation lease."""
+
+    senders = _NODE
+    job_id: str
+    cluster: int
+    result: EvaluationResult
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFailed(Message):
+    """A node cannot go on with its stage; the job fails."""
+
+    senders = _NODE
+    job_id: str
+    code: str
+    message: str
+    hint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmitJob(Message):
+    """The requester asks for a job. Answered with JobAccepted or Failed."""
+
+    senders = _REQUESTER
+    protocol_version: int
+    torch_version: str
+    config: JobConfig
+    profile: ModelProfile
+    requester: Peer
+    wait_nodes: int
+    """Plan once so many nodes have joined."""
+    wait_s: float
+    """Deadline for them to join."""
+    resume: bool
+    """True: stages load optimizer state from the requester too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobAccepted(Message):
+    """The plan that will be carried out, and the nodes it is for."""
+
+    senders = _COORDINATOR
+    plan: Plan
+    nodes: tuple[NodeProfile, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequesterHeartbeat(Message):
+    """The requester lives. Answered with Done."""
+
+    senders = _REQUESTER
+    job_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CancelJob(Message):
+    """Stop leasing, average, save a checkpoint, end."""
+
+    senders = _REQUESTER
+    job_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatusRequest(Message):
+    """Answered with Status."""
+
+    senders = frozenset({Role.REQUESTER, Role.NODE})
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeStatus:
+    """A line of `roost status`."""
+
+    profile: NodeProfile
+    state: str
+    last_heard_s: float
+    """Seconds since its last heartbeat."""
+    cluster: int
+    """-1 if it runs no stage."""
+    stage: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status(Message):
+    """What the coordinator knows."""
+
+    senders = _COORDINATOR
+    nodes: tuple[NodeStatus, ...]
+    job_id: str
+    """Empty if no job runs."""
+    job_state: str
+    plan: Plan | None
+    metrics: tuple[StageMetrics, ...]
+    epochs_done: float
+
+
+# ---------------------------------------------------------------- coordinator -> node
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeLinks(Message):
+    """Measure the way to each of these peers. Answered with LinkReport."""
+
+    senders = _COORDINATOR
+    targets: tuple[Peer, ...]
+    payload_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkReport(Message):
+    """What was measured."""
+
+    senders = _NODE
+    links: tuple[LinkProfile, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareStage(Message):
+    """Fetch the graph and the weights from the requester and build your stage. Answered with Done or Failed."""
+
+    senders = _COORDINATOR
+    config: JobConfig
+    plan: Plan
+    cluster: int
+    stage: int
+    peers: tuple[Peer, ...]
+    """Every node of the plan."""
+    requester: Peer
+    resume: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContinueJob(Message):
+    """Start, or go on after a synchronisation point: ask for leases."""
+
+    senders = _COORDINATOR
+    job_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageNow(Message):
+    """All clusters are drained: take part in one exact round. Answered with Done when its result is applied."""
+
+    senders = _COORDINATOR
+    job_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveStage(Message):
+    """Upload your tensors (and optimizer state) to the requester. Answered with Done."""
+
+    senders = _COORDINATOR
+    job_id: str
+    checkpoint: str
+    segments: tuple[int, ...]
+    """The segments whose tensors this node uploads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndJob(Message):
+    """Drop the stage and become free."""
+
+    senders = _COORDINATOR
+    job_id: str
+    reason: str
+
+
+# ---------------------------------------------------------------- coordinator -> requester
+
+
+class JobState(StrEnum):
+    """Where a job is (protocol/job_lifecycle.py has the transitions)."""
+
+    SUBMITTED = "submitted"
+    PROBING = "probing"
+    PREPARING = "preparing"
+    TRAINING = "training"
+    AVERAGING = "averaging"
+    EVALUATING = "evaluating"
+    SAVING = "saving"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobUpdate(Message):
+    """Progress, about once a second and at every change."""
+
+    senders = _COORDINATOR
+    job_id: str
+    state: JobState
+    epochs_done: float
+    elapsed_s: float
+    """Since training started."""
+    metrics: tuple[StageMetrics, ...]
+    history: tuple[EpochResult, ...]
+    cancelled: bool
+    error: Failed | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishCheckpoint(Message):
+    """All parts of a checkpoint are uploaded: assemble it. Answered with CheckpointWritten."""
+
+    senders = _COORDINATOR
+    job_id: str
+    checkpoint: str
+    epoch: int
+    updates: int
+    """Schedule steps taken so far."""
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWritten(Message):
+    """Where it is on the requester's machine."""
+
+    senders = _REQUESTER
+    path: str
+
+
+# ---------------------------------------------------------------- node -> requester
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchGraph(Message):
+    """Answered with GraphReply and one buffer: the graph's JSON."""
+
+    senders = _NODE
+    job_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphReply(Message):
+    """The graph is the only buffer."""
+
+    senders = _REQUESTER
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchTensors(Message):
+    """Answered with TensorsReply: the named parameters and buffers."""
+
+    senders = _NODE
+    job_id: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchOptimizer(Message):
+    """Answered with TensorsReply: saved optimizer state of the named parameters, as 'PARAMETER/KEY' tensors."""
+
+    senders = _NODE
+    job_id: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchSamples(Message):
+    """Answered with TensorsReply: the graph's inputs for a lease's samples, in the graph's order of inputs."""
+
+    senders = _NODE
+    job_id: str
+    lease: Lease
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorsReply(Message):
+    """One buffer per spec."""
+
+    senders = frozenset({Role.REQUESTER, Role.NODE})
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadState(Message):
+    """A part of a checkpoint: model tensors by their names, optimizer state as 'PARAMETER/KEY'. Answered with Done."""
+
+    senders = _NODE
+    job_id: str
+    checkpoint: str
+    segment: int
+    tensors: tuple[TensorSpec, ...]
+    optimizer: tuple[TensorSpec, ...]
+    """Their buffers follow those of `tensors`."""
+
+
+# ---------------------------------------------------------------- node <-> node
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation(Message):
+    """Values of a micro-batch for a later stage; `rng` says that the first buffer is the generator's state."""
+
+    senders = _NODE
+    job_id: str
+    source_stage: int
+    micro_batch: MicroBatch
+    values: tuple[TensorSpec, ...]
+    """Named by the graph's value numbers."""
+    rng: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradient(Message):
+    """Gradients for values an earlier stage sent; sent (perhaps empty) to every stage that sent an Activation."""
+
+    senders = _NODE
+    job_id: str
+    source_stage: int
+    micro_batch: int
+    values: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRound(Message):
+    """A ring member has started a round of its ring; the others join at their next update."""
+
+    senders = _NODE
+    job_id: str
+    segment: int
+    round: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingChunk(Message):
+    """One step of a ring: a chunk of the flattened segment, with one buffer."""
+
+    senders = _NODE
+    job_id: str
+    segment: int
+    round: int
+    step: int
+    """0 .. 2(C-1)-1: reduce-scatter steps first, then all-gather steps."""
+    chunk: int
+    weight: float
+    """Reduce-scatter: samples that went into the sum so far. All-gather: their total."""
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ping(Message):
+    """Answered with Done; carries one buffer when bandwidth is measured."""
+
+    senders = frozenset({Role.NODE, Role.REQUESTER})
+
+
+# ---------------------------------------------------------------- codec
+
+
+def _message_types() -> dict[str, type[Message]]:
+    return {kind.__name__: kind for kind in Message.__subclasses__()}
+
+
+def encode(message: Message) -> bytes:
+    """Return the JSON of `message`: {"type": ..., "body": ...}. Raises ValueError for a number that is not finite."""
+    body = {"type": type(message).__name__, "body": _to_json(message)}
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _to_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {item.name: _to_json(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    if isinstance(value, tuple):
+        return [_to_json(item) for item in value]
+    return value
+
+
+def decode(data: bytes) -> Message:
+    """Return the message in `data`. Raises MalformedMessageError for anything that is not exactly one."""
+    try:
+        raw = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise MalformedMessageError(f"a message is not JSON: {error}") from error
+    if not isinstance(raw, dict) or raw.keys() != {"type", "body"}:
+        raise MalformedMessageError("a message must have exactly a type and a body")
+    kind = _message_types().get(raw["type"]) if isinstance(raw["type"], str) else None
+    if kind is None:
+        raise MalformedMessageError(f"unknown message type {str(raw['type'])[:80]!r}")
+    message = decode_record(kind, raw["body"])
+    assert isinstance(message, Message)
+    return message
+
+
+def decode_record(kind: type, raw: object) -> Any:
+    """Return a record of dataclass `kind` from parsed JSON. Raises MalformedMessageError."""
+    try:
+        return _decoder(kind)(raw, kind.__name__)
+    except MalformedMessageError:
+        raise
+    except (RoostError, RecursionError, OverflowError) as error:
+        what = error.message if isinstance(error, RoostError) else str(error)
+        raise MalformedMessageError(f"{kind.__name__}: {what}") from error
+
+
+def encode_record(record: Any) -> Any:
+    """Return a dataclass record as JSON-ready dicts, lists and scalars."""
+    return _to_json(record)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not allowed")
+
+
+Decoder = Callable[[object, str], Any]
+
+
+@cache
+def _decoder(annotation: Any) -> Decoder:
+    """Return a function that checks a parsed JSON value against a type annotation and converts it."""
+    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
+        return _dataclass_decoder(annotation)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, python_types.UnionType):
+        return _union_decoder(arguments)
+    if origin is tuple:
+        return _tuple_decoder(arguments)
+    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
+        return _enum_decoder(annotation)
+    return _scalar_decoder(annotation)
+
+
+def _dataclass_decoder(kind: type) -> Decoder:
+    hints = typing.get_type_hints(kind)
+    names = [item.name for item in dataclasses.fields(kind)]
+    expected = set(names)
+
+    def decode_dataclass(raw: object, path: str) -> Any:
+        if not isinstance(raw, dict) or raw.keys() != expected:
+            raise MalformedMessageError(f"{path}: expected exactly the fields {sorted(expected)}")
+        fields = {name: _decoder(hints[name])(raw[name], f"{path}.{name}") for name in names}
+        return kind(**fields)
+
+    return decode_dataclass
+
+
+def _tuple_decoder(arguments: tuple[Any, ...]) -> Decoder:
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        item = _decoder(arguments[0])
+
+        def decode_items(raw: object, path: str) -> tuple[Any, ...]:
+            if not isinstance(raw, list) or len(raw) > MAX_ITEMS:
+                raise MalformedMessageError(f"{path}: expected a list of at most {MAX_ITEMS} items")
+            return tuple(item(value, path) for value in raw)
+
+        return decode_items
+    parts = [_decoder(argument) for argument in arguments]
+
+    def decode_fixed(raw: object, path: str) -> tuple[Any, ...]:
+        if not isinstance(raw, list) or len(raw) != len(parts):
+            raise MalformedMessageError(f"{path}: expected a list of {len(parts)} items")
+        return tuple(part(value, path) for part, value in zip(parts, raw, strict=True))
+
+    return decode_fixed
+
+
+def _union_decoder(arguments: tuple[Any, ...]) -> Decoder:
+    options = [_decoder(argument) for argument in arguments]
+
+    def decode_union(raw: object, path: str) -> Any:
+        reason: MalformedMessageError | None = None
+        for option in options:
+            try:
+                return option(raw, path)
+            except MalformedMessageError as error:
+                reason = error
+        assert reason is not None
+        raise reason
+
+    return decode_union
+
+
+def _enum_decoder(kind: type[StrEnum]) -> Decoder:
+    members = {member.value: member for member in kind}
+
+    def decode_enum(raw: object, path: str) -> StrEnum:
+        if not isinstance(raw, str) or raw not in members:
+            raise MalformedMessageError(f"{path}: expected one of {sorted(members)}")
+        return members[raw]
+
+    return decode_enum
+
+
+def _scalar_decoder(annotation: Any) -> Decoder:
+    def decode_scalar(raw: object, path: str) -> Any:
+        if annotation is float and type(raw) in (int, float):
+            number = float(typing.cast(float, raw))
+            if math.isfinite(number):
+                return number
+        elif annotation is str and isinstance(raw, str):
+            if len(raw) <= MAX_STRING:
+                return raw
+        elif annotation is int and type(raw) is int:
+            if -(2**63) <= raw < 2**63:
+                return raw
+        elif annotation is bool and isinstance(raw, bool):
+            return raw
+        elif annotation in (None, type(None)) and raw is None:
+            return None
+        wanted = getattr(annotation, "__name__", str(annotation))
+        raise MalformedMessageError(f"{path}: {str(raw)[:40]!r} is not a valid {wanted}")
+
+    return decode_scalar

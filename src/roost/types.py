@@ -1,0 +1,383 @@
+"""The records that flow through Roost: profiles in, a plan out. Standard library only.
+
+Units: bytes, seconds, samples, and floating-point operations (FLOP). All records are frozen and checked on construction.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+
+from roost.errors import InvalidConfigError
+
+DTYPE_BYTES: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Every dtype that may cross the wire, with its bytes per element."""
+
+MAX_DIMENSIONS = 16
+MAX_ELEMENTS = 2**40
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise InvalidConfigError(what)
+
+
+def _finite(value: float) -> bool:
+    return math.isfinite(value)
+
+
+class Role(StrEnum):
+    """What a certificate lets its holder be."""
+
+    COORDINATOR = "coordinator"
+    NODE = "node"
+    REQUESTER = "requester"
+
+
+class TensorKind(StrEnum):
+    """What a named tensor of the model is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSpec:
+    """Name, dtype and shape of one tensor; describes a buffer that travels beside a message."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        _require(self.dtype in DTYPE_BYTES, f"tensor {self.name!r}: dtype {self.dtype!r} is not one of {sorted(DTYPE_BYTES)}")
+        _require(len(self.shape) <= MAX_DIMENSIONS, f"tensor {self.name!r}: {len(self.shape)} dimensions, at most {MAX_DIMENSIONS}")
+        _require(all(size >= 0 for size in self.shape), f"tensor {self.name!r}: negative size in shape {self.shape}")
+        _require(math.prod(self.shape) <= MAX_ELEMENTS, f"tensor {self.name!r}: shape {self.shape} is too large")
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorRecord:
+    """A named tensor of the model (parameter or buffer), under the name the user's model gives it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    kind: TensorKind
+    trainable: bool
+    """True for a parameter that the optimizer updates."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(name=self.name, dtype=self.dtype, shape=self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+    @property
+    def averaged(self) -> bool:
+        """True if clusters average it: trainable parameters and float buffers (batch-norm statistics)."""
+        floating = self.dtype in ("float64", "float32", "float16", "bfloat16")
+        return floating and (self.trainable or self.kind is TensorKind.BUFFER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitProfile:
+    """A slice of the graph between two neighbouring legal cuts: the smallest piece a node can hold.
+
+    Costs are for one micro-batch of `ModelProfile.micro_batch_size` samples.
+    """
+
+    start: int
+    """First graph position of the slice."""
+    stop: int
+    """Graph position after the last one; slices are contiguous, and `stop` is a legal cut."""
+    label: str
+    """The module path a person would recognise, for example 'layers.0.attention'."""
+    forward_s: float
+    """Seconds of forward on the reference machine, one thread."""
+    backward_s: float
+    """Seconds of backward on the reference machine, one thread."""
+    forward_flop: float
+    """Floating-point operations of the forward (matmul, convolution, attention)."""
+    tensors: tuple[TensorRecord, ...]
+    """Parameters and buffers owned here: those that are used here first."""
+    saved_bytes: int
+    """Activation bytes kept from the forward for the backward."""
+    crossing_bytes: int
+    """Bytes of all values alive at `stop` (produced before it, used after it)."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.start < self.stop, f"unit {self.label!r}: empty range {self.start}..{self.stop}")
+        costs = (self.forward_s, self.backward_s, self.forward_flop)
+        _require(all(_finite(cost) and cost >= 0 for cost in costs), f"unit {self.label!r}: costs must be finite and not negative")
+        _require(self.saved_bytes >= 0 and self.crossing_bytes >= 0, f"unit {self.label!r}: negative bytes")
+
+    @cached_property
+    def tensor_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @cached_property
+    def trainable_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors if tensor.trainable)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelProfile:
+    """What a model costs, unit by unit, measured for one micro-batch size on one reference machine."""
+
+    name: str
+    micro_batch_size: int
+    reference_flop_per_s: float
+    """Speed of the reference machine by the same probe that nodes run; times scale by the ratio of speeds."""
+    units: tuple[UnitProfile, ...]
+    input_bytes: int
+    """Bytes of one micro-batch of inputs and labels, as the first stage receives it."""
+
+    def __post_init__(self) -> None:
+        _require(len(self.units) > 0, f"model {self.name!r} has no units")
+        _require(self.micro_batch_size > 0, f"model {self.name!r}: micro-batch size {self.micro_batch_size}")
+        _require(_finite(self.reference_flop_per_s) and self.reference_flop_per_s > 0, "the reference speed must be positive")
+        for before, after in zip(self.units, self.units[1:], strict=False):
+            _require(before.stop == after.start, f"units {before.label!r} and {after.label!r} are not contiguous")
+        names = [tensor.name for unit in self.units for tensor in unit.tensors]
+        _require(len(names) == len(set(names)), f"model {self.name!r}: a tensor has two owners")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeProfile:
+    """What a node can do: measured by its own probe, or declared by its owner."""
+
+    node_id: str
+    address: str
+    """host:port where its peers reach it."""
+    memory_bytes: int
+    """Memory it lends to a job: parameters, gradients, optimizer state, versions, activations."""
+    flop_per_s: float
+    """Probe speed (geometric mean of a timed matmul and a timed convolution)."""
+    matmul_flop_per_s: float
+    convolution_flop_per_s: float
+    device: str
+    """cpu, cuda or mps."""
+    threads: int
+    """CPU threads it computes with."""
+    emulated: bool = False
+    """True if memory or speed was declared instead of measured."""
+
+    def __post_init__(self) -> None:
+        _require(self.memory_bytes > 0, f"node {self.node_id}: memory must be positive")
+        _require(_finite(self.flop_per_s) and self.flop_per_s > 0, f"node {self.node_id}: speed must be positive")
+        _require(self.threads > 0, f"node {self.node_id}: threads must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkProfile:
+    """One direction of the network between two nodes."""
+
+    source: str
+    target: str
+    latency_s: float
+    """Half the measured round trip."""
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        _require(_finite(self.latency_s) and self.latency_s >= 0, f"link {self.source}->{self.target}: latency must be finite")
+        _require(_finite(self.bytes_per_s) and self.bytes_per_s > 0, f"link {self.source}->{self.target}: bandwidth must be positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagePlan:
+    """One stage: which node runs which consecutive units, and what that needs."""
+
+    cluster: int
+    index: int
+    """Position in the cluster, 0 first."""
+    node_id: str
+    first_unit: int
+    last_unit: int
+    """Half-open: units first_unit .. last_unit - 1."""
+    start: int
+    stop: int
+    """Graph positions of those units, half-open."""
+    max_in_flight: int
+    """Micro-batches that may have gone forward here and not yet backward: bounds the staleness and the stash."""
+    memory_needed_bytes: int
+    memory_available_bytes: int
+    compute_s: float
+    """Predicted seconds of compute per micro-batch on that node."""
+    send_s: float
+    """Predicted seconds to send one micro-batch to the next stage (0 for the last)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterPlan:
+    """Nodes that together hold one replica of the model."""
+
+    index: int
+    stages: tuple[StagePlan, ...]
+    share: float
+    """Fraction of the data it is expected to consume; the shares of a plan add up to 1."""
+    samples_per_s: float
+    """Predicted."""
+    bottleneck: str
+    """What binds its rate, for people: 'compute of node-2' or 'link node-1 -> node-2'."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentPlan:
+    """Tensors that are averaged together, and the ring of their owners (one per cluster)."""
+
+    index: int
+    tensors: tuple[str, ...]
+    """Names, in the order of the graph."""
+    nbytes: int
+    members: tuple[str, ...]
+    """Node ids in ring order, each from a different cluster; one member means no averaging."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The planner's answer."""
+
+    clusters: tuple[ClusterPlan, ...]
+    segments: tuple[SegmentPlan, ...]
+    backups: tuple[str, ...]
+    """Nodes without a stage."""
+    samples_per_s: float
+    """Predicted, all clusters together."""
+    notes: tuple[str, ...]
+    """Sentences for people: why a node is left out, what binds."""
+
+    @property
+    def stages(self) -> tuple[StagePlan, ...]:
+        return tuple(stage for cluster in self.clusters for stage in cluster.stages)
+
+    @property
+    def rings(self) -> tuple[SegmentPlan, ...]:
+        """The segments that have somebody to average with."""
+        return tuple(segment for segment in self.segments if len(segment.members) > 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Where a peer is reached; its identity is the certificate for `peer_id`, the address is a hint."""
+
+    peer_id: str
+    address: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """The header every micro-batch carries through the pipeline of its cluster."""
+
+    number: int
+    """Counts up within the cluster, over training and evaluation."""
+    batch: int
+    """Update this micro-batch belongs to, counting up within the cluster; -1 in evaluation."""
+    position: int
+    """Its place in the batch, 0 first."""
+    count: int
+    """Micro-batches in the batch."""
+    samples: int
+    batch_samples: int
+    """Samples in the whole batch: the gradient is weighted by samples / batch_samples."""
+    training: bool
+    """False: evaluation with the current weights, nothing is kept."""
+    seed: int
+    """Seeds the random numbers (dropout) of the whole forward; the generator's state travels from stage to stage."""
+    lease: int
+    """The data lease it came from."""
+
+    def __post_init__(self) -> None:
+        _require(self.number >= 0, "micro-batch number must not be negative")
+        _require(0 <= self.position < self.count, f"micro-batch {self.number}: position {self.position} of {self.count}")
+        _require(0 < self.samples <= self.batch_samples, f"micro-batch {self.number}: {self.samples} of {self.batch_samples} samples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """A range of samples, given to one cluster until it reports it done."""
+
+    lease_id: int
+    training: bool
+    """True: training samples; False: validation samples."""
+    epoch: int
+    start: int
+    stop: int
+    """Positions in the epoch's order, half-open."""
+
+    @property
+    def samples(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMetrics:
+    """What a stage has done so far; counts only grow."""
+
+    node_id: str
+    cluster: int
+    stage: int
+    updates: int
+    micro_batches: int
+    samples: int
+    """Training samples whose update this stage has applied."""
+    loss_sum: float
+    """Sum over samples of the training loss (last stage; 0 elsewhere)."""
+    loss_samples: int
+    staleness_max: int
+    staleness_sum: int
+    """Sum over micro-batches; the mean is staleness_sum / micro_batches."""
+    compute_s: float
+    """Seconds of compute, pacing (emulated slowness) included."""
+    cpu_s: float
+    """CPU seconds of the node's process since the job started."""
+    bytes_sent: int
+    bytes_received: int
+    rounds: int
+    """Averaging rounds finished, over all its rings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """Sums over the validation samples of one lease."""
+
+    lease_id: int
+    samples: int
+    loss_sum: float
+    metric_sum: float
+    """Sum over samples of the metric; 0 without a metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochResult:
+    """One line of history: what was reached at a synchronisation point."""
+
+    epoch: int
+    """Epochs finished."""
+    train_loss: float
+    validation_loss: float | None
+    metric: float | None
+    samples: int
+    """Training samples consumed so far by all clusters."""
+    seconds: float
+    """Since training started."""
+    checkpoint: str | None = field(default=None)
