@@ -271,10 +271,12 @@ class ContinueJob(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class AverageNow(Message):
-    """All clusters are drained: take part in one exact round. Answered with Done when its result is applied."""
+    """All clusters are drained: take part in the exact round of this order. Answered with StageReport when it is applied."""
 
     senders = _COORDINATOR
     job_id: str
+    order: int
+    """Counts the synchronisation points of the job from 1: every ring knows the round's number from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,11 +292,19 @@ class SaveStage(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class EndJob(Message):
-    """Drop the stage and become free."""
+    """Drop the stage and become free. Answered with StageReport, or Done if the node runs no stage of the job."""
 
     senders = _COORDINATOR
     job_id: str
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageReport(Message):
+    """The counters of a stage, now."""
+
+    senders = _NODE
+    metrics: StageMetrics
 
 
 # ---------------------------------------------------------------- coordinator -> requester
@@ -442,6 +452,8 @@ class Gradient(Message):
     source_stage: int
     micro_batch: int
     values: tuple[TensorSpec, ...]
+    evaluation: bool
+    """True: nothing but word from the last stage to the first that an evaluation micro-batch is through."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,109 @@
+"""Builds the stage a node was asked to run: fetches the graph and its tensors, cuts, makes the runner."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from torch import Tensor
+
+from roost import messages as m
+from roost.agent.assignment import Assignment
+from roost.agent.compute import ComputeThread
+from roost.agent.stage_driver import StageDriver
+from roost.capture.cut import cut
+from roost.capture.graph_format import from_bytes
+from roost.capture.program import StageProgram
+from roost.errors import MalformedMessageError
+from roost.pipeline.stage_runner import StageRunner
+from roost.pipeline.tensor_bytes import from_buffer
+from roost.transport.interface import Transport
+from roost.types import TensorRecord
+
+logger = logging.getLogger(__name__)
+
+FETCH_DEADLINE_S = 120.0
+
+
+async def build_stage(
+    assignment: Assignment,
+    *,
+    transport: Transport,
+    compute: ComputeThread,
+    device: str,
+    on_failure: Callable[[BaseException], None],
+) -> StageDriver:
+    """Return a driver whose stage holds its initial tensors. Raises RoostError if the requester sends something else."""
+    graph_bytes = await _fetch_graph(assignment, transport)
+    programs = await asyncio.to_thread(_cut_graph, graph_bytes, assignment.boundaries)
+    program = programs[assignment.stage.index]
+    later_draw = any(other.draws_random for other in programs[assignment.stage.index + 1 :])
+    records = program.tensors + program.shared
+    tensors = await _fetch_tensors(assignment, transport, records)
+    optimizer = await _fetch_optimizer(assignment, transport) if assignment.resume else {}
+
+    def make_runner() -> StageRunner:
+        runner = StageRunner(
+            program,
+            tensors,
+            assignment.config,
+            share=assignment.cluster.share,
+            device=device,
+            carries_rng=later_draw,
+            seeds_rng=program.draws_random or later_draw,
+        )
+        if optimizer:
+            runner.load_optimizer_state(optimizer)
+        return runner
+
+    runner = await compute.run(make_runner)
+    logger.info(
+        "stage_built job=%s node=%s cluster=%d stage=%d tensors=%d",
+        assignment.job_id,
+        assignment.node_id,
+        assignment.cluster.index,
+        assignment.stage.index,
+        len(records),
+    )
+    return StageDriver(
+        assignment=assignment,
+        program=program,
+        runner=runner,
+        compute=compute,
+        transport=transport,
+        on_failure=on_failure,
+    )
+
+
+def _cut_graph(data: bytes, boundaries: tuple[int, ...]) -> tuple[StageProgram, ...]:
+    return cut(from_bytes(data), boundaries)
+
+
+async def _fetch_graph(assignment: Assignment, transport: Transport) -> bytes:
+    request = m.FetchGraph(job_id=assignment.job_id)
+    reply = await transport.call(assignment.requester, request, deadline_s=FETCH_DEADLINE_S)
+    if not isinstance(reply.message, m.GraphReply) or len(reply.buffers) != 1:
+        raise MalformedMessageError("the requester answered a request for the graph with something else")
+    return bytes(reply.buffers[0])
+
+
+async def _fetch_tensors(assignment: Assignment, transport: Transport, records: tuple[TensorRecord, ...]) -> dict[str, Tensor]:
+    names = tuple(record.name for record in records)
+    if not names:
+        return {}
+    request = m.FetchTensors(job_id=assignment.job_id, names=names)
+    reply = await transport.call(assignment.requester, request, deadline_s=FETCH_DEADLINE_S)
+    expected = tuple(record.spec for record in records)
+    if not isinstance(reply.message, m.TensorsReply) or reply.message.tensors != expected or len(reply.buffers) != len(expected):
+        raise MalformedMessageError("the requester sent other tensors than this stage's")
+    return {spec.name: from_buffer(spec, buffer) for spec, buffer in zip(expected, reply.buffers, strict=True)}
+
+
+async def _fetch_optimizer(assignment: Assignment, transport: Transport) -> dict[str, Tensor]:
+    names = tuple(name for segment in assignment.segments for name in segment.tensors)
+    request = m.FetchOptimizer(job_id=assignment.job_id, names=names)
+    reply = await transport.call(assignment.requester, request, deadline_s=FETCH_DEADLINE_S)
+    if not isinstance(reply.message, m.TensorsReply) or len(reply.message.tensors) != len(reply.buffers):
+        raise MalformedMessageError("the requester answered a request for optimizer state with something else")
+    return {spec.name: from_buffer(spec, buffer) for spec, buffer in zip(reply.message.tensors, reply.buffers, strict=True)}

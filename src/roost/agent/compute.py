@@ -1,0 +1,55 @@
+"""The one thread that computes, and its pacing when a slower machine is emulated."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class ComputeThread:
+    """Runs torch work one piece at a time, off the event loop.
+
+    With `relative_speed` below 1 each piece is followed by a sleep, so that it takes as long as on a machine of that
+    fraction of this one's speed (emulated; CPU time is the measure, so that other processes do not slow it twice).
+    """
+
+    def __init__(self, *, threads: int, relative_speed: float) -> None:
+        self._threads = threads
+        self._relative_speed = relative_speed
+        self._executor: ThreadPoolExecutor | None = None
+        self.busy_s = 0.0
+
+    def start(self) -> None:
+        """Start the thread, with torch limited to this many CPU threads."""
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roost-compute", initializer=self._initialise)
+
+    def stop(self) -> None:
+        """Let the running piece finish and end the thread."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            self._executor = None
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Return the result of `work`, which ran after all work given earlier."""
+        assert self._executor is not None, "start() first"
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._paced, work)
+
+    def _initialise(self) -> None:
+        torch.set_num_threads(self._threads)
+
+    def _paced(self, work: Callable[[], Result]) -> Result:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        try:
+            return work()
+        finally:
+            if self._relative_speed < 1:
+                worked = time.thread_time() - cpu if self._threads == 1 else time.perf_counter() - wall
+                time.sleep(worked * (1 / self._relative_speed - 1))
+            self.busy_s += time.perf_counter() - wall

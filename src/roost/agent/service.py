@@ -1,0 +1,222 @@
+"""The agent: registers its node, answers the coordinator and its peers, holds at most one stage."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+import roost
+from roost import messages as m
+from roost.agent.assignment import Assignment, assignment_from
+from roost.agent.builder import build_stage
+from roost.agent.compute import ComputeThread
+from roost.agent.links import measure_links
+from roost.agent.stage_driver import StageDriver, failure_of
+from roost.config import AgentConfig
+from roost.errors import ForbiddenError, JobRefusedError, MalformedMessageError, RoostError, TransportError
+from roost.pipeline.probe import free_memory_bytes, measure
+from roost.transport.interface import Buffer, Sender, Transport
+from roost.types import NodeProfile, Peer, Role
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_S = 2.0
+LENT_FRACTION = 0.8
+"""Part of the free memory that is lent when the owner sets no budget."""
+
+
+def profile_node(config: AgentConfig) -> NodeProfile:
+    """Return what this machine can do, measured in about a second; declared values replace measured ones.
+
+    The address is filled in once the transport listens.
+    """
+    threads = config.threads or torch.get_num_threads()
+    speed = measure(threads=threads, device=config.device)
+    memory = config.memory_bytes or int(LENT_FRACTION * free_memory_bytes(config.device))
+    factor = config.relative_speed
+    return NodeProfile(
+        node_id=config.node_id,
+        address="",
+        memory_bytes=memory,
+        flop_per_s=speed.flop_per_s * factor,
+        matmul_flop_per_s=speed.matmul_flop_per_s * factor,
+        convolution_flop_per_s=speed.convolution_flop_per_s * factor,
+        device=config.device,
+        threads=threads,
+        emulated=bool(config.memory_bytes) or factor < 1,
+    )
+
+
+class Agent:
+    """The handler of a node."""
+
+    def __init__(self, *, config: AgentConfig, transport: Transport, coordinator: Peer, profile: NodeProfile) -> None:
+        self._config = config
+        self._transport = transport
+        self._coordinator = coordinator
+        self._profile = profile
+        self._compute = ComputeThread(threads=profile.threads, relative_speed=config.relative_speed)
+        self._driver: StageDriver | None = None
+        self._building: str | None = None
+        self._registered = asyncio.Event()
+        self._ending: set[asyncio.Task[None]] = set()
+
+    @property
+    def node_id(self) -> str:
+        return self._config.node_id
+
+    async def run(self) -> None:
+        """Serve until cancelled: register, send heartbeats, and register again whenever the coordinator comes back."""
+        self._compute.start()
+        await self._transport.start(self)
+        try:
+            registered, pause_s = False, RECONNECT_S
+            while True:
+                try:
+                    if registered:
+                        await self._heartbeat()
+                    else:
+                        pause_s = await self._register()
+                        registered = True
+                    await asyncio.sleep(pause_s)
+                except TransportError as error:
+                    logger.warning("coordinator_unreachable node=%s error=%s", self.node_id, error.message)
+                    await asyncio.sleep(RECONNECT_S)
+                except JobRefusedError as error:
+                    registered = False
+                    await self._drop_stage(error.message)
+        finally:
+            await self._drop_stage("the agent stops")
+            await self._transport.stop()
+            self._compute.stop()
+
+    async def _register(self) -> float:
+        profile = replace(self._profile, address=self._transport.address)
+        message = m.RegisterNode(
+            protocol_version=m.PROTOCOL_VERSION,
+            roost_version=roost.__version__,
+            torch_version=torch.__version__,
+            profile=profile,
+        )
+        reply = (await self._transport.call(self._coordinator, message)).message
+        if not isinstance(reply, m.Registered):
+            raise MalformedMessageError(f"the coordinator answered a registration with {type(reply).__name__}")
+        logger.info("registered node=%s address=%s", self.node_id, profile.address)
+        self._registered.set()
+        return reply.heartbeat_s
+
+    async def _heartbeat(self) -> None:
+        driver = self._driver
+        job_id = driver.assignment.job_id if driver is not None else ""
+        message = m.Heartbeat(job_id=job_id, metrics=driver.metrics() if driver is not None else None)
+        await self._transport.call(self._coordinator, message)
+
+    # ------------------------------------------------------------ calls
+
+    async def on_call(self, sender: Sender, message: m.Message, buffers: Sequence[Buffer]) -> tuple[m.Message, Sequence[Buffer]]:
+        """Answer the coordinator, or a peer that measures its link. Raises RoostError, which goes back to the caller."""
+        match message:
+            case m.Ping():
+                return m.Done(), []
+            case m.ProbeLinks():
+                links = await measure_links(self._transport, self.node_id, message.targets, message.payload_bytes)
+                return m.LinkReport(links=links), []
+            case m.PrepareStage():
+                await self._prepare(message)
+            case m.ContinueJob(job_id=job_id):
+                self._stage_of(job_id).go()
+            case m.AverageNow(job_id=job_id, order=order):
+                driver = self._stage_of(job_id)
+                await driver.average_exactly(order)
+                return m.StageReport(metrics=driver.metrics()), []
+            case m.SaveStage(job_id=job_id, checkpoint=checkpoint):
+                await self._stage_of(job_id).save(checkpoint)
+            case m.EndJob(job_id=job_id, reason=reason):
+                if self._driver is not None and self._driver.assignment.job_id == job_id:
+                    metrics = self._driver.metrics()
+                    await self._drop_stage(reason)
+                    return m.StageReport(metrics=metrics), []
+            case _:
+                raise MalformedMessageError(f"a node does not answer {type(message).__name__}")
+        return m.Done(), []
+
+    async def _prepare(self, message: m.PrepareStage) -> None:
+        if self._driver is not None or self._building is not None:
+            raise JobRefusedError(f"node {self.node_id} already runs a stage of job {self._running_job()}")
+        assignment = assignment_from(message, node_id=self.node_id, coordinator=self._coordinator)
+        self._building = assignment.job_id
+        try:
+            driver = await build_stage(
+                assignment,
+                transport=self._transport,
+                compute=self._compute,
+                device=self._config.device,
+                on_failure=lambda error: self._stage_failed(assignment, error),
+            )
+        finally:
+            self._building = None
+        driver.start()
+        self._driver = driver
+
+    def _running_job(self) -> str:
+        return self._driver.assignment.job_id if self._driver is not None else str(self._building)
+
+    def _stage_of(self, job_id: str) -> StageDriver:
+        if self._driver is None or self._driver.assignment.job_id != job_id:
+            raise JobRefusedError(f"node {self.node_id} runs no stage of job {job_id}")
+        return self._driver
+
+    # ------------------------------------------------------------ messages
+
+    async def on_message(self, sender: Sender, message: m.Message, buffers: Sequence[Buffer]) -> None:
+        """Take values, gradients and ring chunks from peers; what belongs to no running job is dropped."""
+        driver = self._driver
+        if driver is None or getattr(message, "job_id", None) != driver.assignment.job_id:
+            logger.debug("message_dropped node=%s sender=%s type=%s", self.node_id, sender.peer_id, type(message).__name__)
+            return
+        if sender.role is not Role.NODE or sender.peer_id not in driver.assignment.peers:
+            raise ForbiddenError(f"{sender.peer_id} has no part in job {driver.assignment.job_id}")
+        match message:
+            case m.Activation():
+                driver.activation_arrived(sender.peer_id, message, buffers)
+            case m.Gradient():
+                driver.gradient_arrived(sender.peer_id, message, buffers)
+            case m.OpenRound(segment=segment) if segment in driver.rings:
+                driver.rings[segment].opened(sender.peer_id, message)
+            case m.RingChunk(segment=segment) if segment in driver.rings and len(buffers) == 1:
+                driver.rings[segment].chunk_arrived(sender.peer_id, message, buffers[0])
+            case _:
+                raise MalformedMessageError(f"node {self.node_id} does not take {type(message).__name__} from {sender.peer_id}")
+
+    # ------------------------------------------------------------ ends
+
+    def _stage_failed(self, assignment: Assignment, error: BaseException) -> None:
+        failure = failure_of(error, self.node_id)
+        logger.error("stage_failed job=%s node=%s error=%s", assignment.job_id, self.node_id, failure.message, exc_info=error)
+        if self._driver is None or self._driver.assignment is not assignment:
+            return
+        task = asyncio.create_task(self._report_failure(assignment, failure), name="report-failure")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _report_failure(self, assignment: Assignment, failure: RoostError) -> None:
+        report = m.StageFailed(job_id=assignment.job_id, code=failure.code, message=failure.message, hint=failure.hint)
+        try:
+            await self._transport.send(self._coordinator, report)
+        except TransportError as error:
+            logger.warning("failure_not_reported node=%s error=%s", self.node_id, error.message)
+        await self._drop_stage(failure.message)
+
+    async def _drop_stage(self, reason: str) -> None:
+        driver, self._driver = self._driver, None
+        if driver is None:
+            return
+        await driver.stop()
+        for peer_id in driver.assignment.peers:
+            if peer_id != self.node_id:
+                await self._transport.forget(peer_id)
+        logger.info("stage_dropped job=%s node=%s reason=%s", driver.assignment.job_id, self.node_id, reason)

@@ -1,0 +1,360 @@
+"""Runs one stage: feeds arrivals to the pure schedule and carries out what it says on the compute thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from roost import messages as m
+from roost.agent.assignment import Assignment
+from roost.agent.compute import ComputeThread
+from roost.agent.feeder import Feeder
+from roost.agent.outbox import Outbox
+from roost.agent.ring_driver import RingDriver
+from roost.errors import MalformedMessageError, RoostError, StageFailedError
+from roost.pipeline.program_interface import RunnableProgram
+from roost.pipeline.stage_runner import StageRunner
+from roost.pipeline.tensor_bytes import from_buffer, spec_of, to_buffer
+from roost.protocol import pipeline_schedule as schedules
+from roost.transport.interface import Buffer, Transport
+from roost.types import EvaluationResult, MicroBatch, StageMetrics, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Arrivals:
+    """Tensors of one micro-batch that wait for its turn."""
+
+    values: dict[int, Tensor] = field(default_factory=dict)
+    rng: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """What this stage has done; StageMetrics is made of them."""
+
+    updates: int = 0
+    micro_batches: int = 0
+    samples: int = 0
+    loss_sum: float = 0.0
+    loss_samples: int = 0
+    staleness_max: int = 0
+    staleness_sum: int = 0
+    batch_samples: dict[int, int] = field(default_factory=dict)
+
+
+class StageDriver:
+    """Joins schedule, runner, compute thread, feeder and rings of one stage."""
+
+    def __init__(
+        self,
+        *,
+        assignment: Assignment,
+        program: RunnableProgram,
+        runner: StageRunner,
+        compute: ComputeThread,
+        transport: Transport,
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self.assignment = assignment
+        self._program = program
+        self._runner = runner
+        self._compute = compute
+        self._transport = transport
+        self._on_failure = on_failure
+        index = assignment.stage.index
+        self._sources = frozenset(program.receives) | ({schedules.DATA} if assignment.is_first else {index - 1})
+        self._targets = frozenset(program.sends) | (frozenset() if assignment.is_last else {index + 1})
+        self._schedule = schedules.PipelineSchedule(
+            stage=index,
+            stages=len(assignment.cluster.stages),
+            sources=self._sources,
+            targets=self._targets,
+            max_in_flight=assignment.stage.max_in_flight,
+        )
+        self._outbox = Outbox(transport, on_failure=on_failure)
+        self._feeder = Feeder(assignment, transport, inject=self._inject) if assignment.is_first else None
+        self._arrivals: dict[int, Arrivals] = {}
+        self._gradients: dict[int, dict[int, Tensor]] = {}
+        self._work: asyncio.Queue[schedules.Computation] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._counters = Counters()
+        self._started_cpu_s = 0.0
+        self.rings: dict[int, RingDriver] = {}
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Start the tasks of this stage and its rings; training begins with `go`."""
+        self._started_cpu_s = time.process_time()
+        for segment in self.assignment.rings:
+            self.rings[segment.index] = RingDriver(
+                job_id=self.assignment.job_id,
+                segment=segment,
+                node_id=self.assignment.node_id,
+                peers=self.assignment.peers,
+                transport=self._transport,
+                snapshot=lambda names=segment.tensors: self._snapshot(names),
+                apply=self._apply_average,
+            )
+        self._spawn(self._compute_in_order(), "compute")
+        if self._feeder is not None:
+            self._spawn(self._feeder.run(), "feeder")
+        for driver in self.rings.values():
+            self._spawn(driver.run(), "ring")
+
+    async def stop(self) -> None:
+        """Stop all tasks; nothing of this stage runs afterwards."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._outbox.close()
+
+    def go(self) -> None:
+        """Ask for leases (first stage; nothing to do elsewhere)."""
+        if self._feeder is not None:
+            self._feeder.go()
+
+    def _spawn(self, work: object, name: str) -> None:
+        task = asyncio.create_task(work, name=f"{name}-{self.assignment.job_id}")  # type: ignore[arg-type]
+        task.add_done_callback(self._task_ended)
+        self._tasks.append(task)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_failure(error)
+
+    # ------------------------------------------------------------ arrivals
+
+    def _inject(self, micro_batch: MicroBatch, tensors: tuple[Tensor, ...]) -> None:
+        wanted = self._program.receives.get(schedules.DATA, ())
+        if len(wanted) != len(tensors):
+            raise MalformedMessageError(f"the graph takes {len(wanted)} inputs, the data has {len(tensors)}")
+        self._arrivals[micro_batch.number] = Arrivals(values=dict(zip(wanted, tensors, strict=True)))
+        self._handle(schedules.ValuesArrived(micro_batch=micro_batch, source=schedules.DATA))
+
+    def activation_arrived(self, sender: str, message: m.Activation, buffers: Sequence[Buffer]) -> None:
+        """Take values from an earlier stage. Raises MalformedMessageError if they are not what that stage sends."""
+        self._check_stage(sender, message.source_stage, self._sources)
+        expected = self._program.receives.get(message.source_stage, ())
+        named = self._tensors(message.values, buffers[1:] if message.rng else buffers, expected)
+        arrivals = self._arrivals.setdefault(message.micro_batch.number, Arrivals())
+        arrivals.values.update(named)
+        if message.rng:
+            arrivals.rng = from_buffer(TensorSpec(name="rng", dtype="uint8", shape=(len(buffers[0]),)), buffers[0])
+        self._handle(schedules.ValuesArrived(micro_batch=message.micro_batch, source=message.source_stage))
+
+    def gradient_arrived(self, sender: str, message: m.Gradient, buffers: Sequence[Buffer]) -> None:
+        """Take gradients from a later stage. Raises MalformedMessageError if they are for values it was not sent."""
+        if self._feeder is not None and message.source_stage == len(self.assignment.cluster.stages) - 1 and message.evaluation:
+            self._check_stage(sender, message.source_stage, frozenset({message.source_stage}))
+            self._feeder.evaluated()
+            return
+        self._check_stage(sender, message.source_stage, self._targets)
+        allowed = self._program.sends.get(message.source_stage, ())
+        named = self._tensors(message.values, buffers, allowed)
+        gradients = self._gradients.setdefault(message.micro_batch, {})
+        for value, gradient in named.items():
+            gradients[value] = gradients[value] + gradient if value in gradients else gradient
+        self._handle(schedules.GradientsArrived(number=message.micro_batch, source=message.source_stage))
+
+    def _check_stage(self, sender: str, stage: int, allowed: frozenset[int]) -> None:
+        stages = self.assignment.cluster.stages
+        if stage not in allowed or not 0 <= stage < len(stages) or stages[stage].node_id != sender:
+            raise MalformedMessageError(f"{sender} speaks for stage {stage}, which sends nothing here")
+
+    @staticmethod
+    def _tensors(specs: tuple[TensorSpec, ...], buffers: Sequence[Buffer], allowed: Sequence[int]) -> dict[int, Tensor]:
+        if len(specs) != len(buffers):
+            raise MalformedMessageError(f"{len(specs)} tensors announced, {len(buffers)} sent")
+        by_name = {str(value): value for value in allowed}
+        unknown = [spec.name for spec in specs if spec.name not in by_name]
+        if unknown:
+            raise MalformedMessageError(f"value {unknown[0]!r} is not one that crosses here")
+        return {by_name[spec.name]: from_buffer(spec, buffer) for spec, buffer in zip(specs, buffers, strict=True)}
+
+    # ------------------------------------------------------------ compute
+
+    def _handle(self, event: schedules.ScheduleEvent) -> None:
+        for instruction in self._schedule.handle(event):
+            self._work.put_nowait(instruction)
+
+    async def _compute_in_order(self) -> None:
+        while True:
+            instruction = await self._work.get()
+            match instruction:
+                case schedules.RunForward(micro_batch=micro_batch):
+                    await self._forward(micro_batch)
+                case schedules.RunBackward(micro_batch=micro_batch):
+                    await self._backward(micro_batch)
+                case schedules.RunEvaluation(micro_batch=micro_batch):
+                    await self._evaluate(micro_batch)
+                case schedules.RunUpdate(batch=batch, staleness=staleness):
+                    await self._update(batch, staleness)
+
+    async def _forward(self, micro_batch: MicroBatch) -> None:
+        arrivals = self._arrivals.pop(micro_batch.number)
+        if self._feeder is not None:
+            self._feeder.forward_started(micro_batch)
+        counters = self._counters
+        counters.batch_samples[micro_batch.batch] = micro_batch.batch_samples
+        result = await self._compute.run(lambda: self._runner.forward(micro_batch, arrivals.values, arrivals.rng))
+        self._handle(schedules.ComputeFinished())
+        if result.loss is not None:
+            counters.loss_sum += result.loss * micro_batch.samples
+            counters.loss_samples += micro_batch.samples
+        self._send_values(micro_batch, result.outputs, result.rng_state)
+
+    def _send_values(self, micro_batch: MicroBatch, outputs: Mapping[int, Tensor], rng: Tensor | None) -> None:
+        index = self.assignment.stage.index
+        for target in sorted(self._targets):
+            values = {value: outputs[value] for value in self._program.sends.get(target, ())}
+            carries = rng is not None and target == index + 1
+            buffers = [to_buffer(tensor) for tensor in values.values()]
+            message = m.Activation(
+                job_id=self.assignment.job_id,
+                source_stage=index,
+                micro_batch=micro_batch,
+                values=_specs(values),
+                rng=carries,
+            )
+            state = [to_buffer(rng)] if carries and rng is not None else []
+            self._outbox.put(self.assignment.peer_of_stage(target), message, state + buffers)
+
+    async def _backward(self, micro_batch: MicroBatch) -> None:
+        gradients = self._gradients.pop(micro_batch.number, {})
+        result = await self._compute.run(lambda: self._runner.backward(micro_batch.number, gradients))
+        self._handle(schedules.ComputeFinished())
+        self._counters.micro_batches += 1
+        for source in sorted(self._sources - {schedules.DATA}):
+            self._send_gradient(source, micro_batch.number, result.get(source, {}), evaluation=False)
+
+    def _send_gradient(self, source: int, number: int, values: Mapping[int, Tensor], *, evaluation: bool) -> None:
+        message = m.Gradient(
+            job_id=self.assignment.job_id,
+            source_stage=self.assignment.stage.index,
+            micro_batch=number,
+            values=_specs(values),
+            evaluation=evaluation,
+        )
+        self._outbox.put(self.assignment.peer_of_stage(source), message, [to_buffer(tensor) for tensor in values.values()])
+
+    async def _evaluate(self, micro_batch: MicroBatch) -> None:
+        arrivals = self._arrivals.pop(micro_batch.number)
+        result = await self._compute.run(lambda: self._runner.evaluate(micro_batch, arrivals.values))
+        self._handle(schedules.ComputeFinished())
+        self._send_values(micro_batch, result.outputs, None)
+        if not self.assignment.is_last:
+            return
+        if self._feeder is not None:
+            self._feeder.evaluated()
+        else:
+            self._send_gradient(0, micro_batch.number, {}, evaluation=True)
+        samples = micro_batch.samples
+        done = m.EvaluationDone(
+            job_id=self.assignment.job_id,
+            cluster=self.assignment.cluster.index,
+            result=EvaluationResult(
+                lease_id=micro_batch.lease,
+                samples=samples,
+                loss_sum=(result.loss or 0.0) * samples,
+                metric_sum=(result.metric or 0.0) * samples,
+            ),
+        )
+        self._outbox.put(self.assignment.coordinator, done)
+
+    async def _update(self, batch: int, staleness: tuple[int, ...]) -> None:
+        counters = self._counters
+
+        def apply() -> None:
+            # Counted on the compute thread, so that a snapshot taken there sees weights and samples that belong together.
+            self._runner.update(batch)
+            counters.updates += 1
+            counters.samples += counters.batch_samples.pop(batch)
+
+        await self._compute.run(apply)
+        self._handle(schedules.ComputeFinished())
+        counters.staleness_max = max(counters.staleness_max, *staleness)
+        counters.staleness_sum += sum(staleness)
+        if counters.updates % self.assignment.config.averaging_interval == 0:
+            for driver in self.rings.values():
+                driver.start_round()
+        if self._feeder is not None:
+            await self._feeder.batch_applied(batch)
+
+    # ------------------------------------------------------------ averaging and saving
+
+    async def _snapshot(self, names: tuple[str, ...]) -> tuple[dict[str, Tensor], int]:
+        """Return copies of the named tensors and the samples applied to them so far."""
+        return await self._compute.run(lambda: (self._runner.snapshot(names), self._counters.samples))
+
+    async def _apply_average(self, average: dict[str, Tensor], snapshot: dict[str, Tensor]) -> None:
+        await self._compute.run(lambda: self._runner.apply_average(average, snapshot))
+
+    async def average_exactly(self, order: int) -> None:
+        """Take part in the ordered round of every ring and wait for its result. Raises DeadlineError."""
+        await asyncio.gather(*(driver.average_exactly(order) for driver in self.rings.values()))
+
+    async def save(self, checkpoint: str) -> None:
+        """Upload this stage's tensors to the requester, segment by segment, with their optimizer state."""
+        segments = {segment.index: segment.tensors for segment in self.assignment.segments}
+        owned = [record.name for record in self._program.tensors]
+        in_segments = {name for names in segments.values() for name in names}
+        rest = tuple(name for name in owned if name not in in_segments)
+        if rest:
+            segments[-1 - self.assignment.stage.index] = rest
+        for index, names in segments.items():
+            tensors, optimizer = await self._compute.run(lambda names=names: self._state_of(names))
+            message = m.UploadState(
+                job_id=self.assignment.job_id,
+                checkpoint=checkpoint,
+                segment=index,
+                tensors=_specs(tensors),
+                optimizer=_specs(optimizer),
+            )
+            buffers = [to_buffer(tensor) for tensor in (*tensors.values(), *optimizer.values())]
+            await self._transport.call(self.assignment.requester, message, buffers, deadline_s=120.0)
+
+    def _state_of(self, names: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        state = self._runner.state()
+        return {name: state[name] for name in names}, self._runner.optimizer_state(names)
+
+    def metrics(self) -> StageMetrics:
+        """Return the counters of this stage so far."""
+        counters, traffic = self._counters, self._transport.traffic
+        return StageMetrics(
+            node_id=self.assignment.node_id,
+            cluster=self.assignment.cluster.index,
+            stage=self.assignment.stage.index,
+            updates=counters.updates,
+            micro_batches=counters.micro_batches,
+            samples=counters.samples,
+            loss_sum=counters.loss_sum,
+            loss_samples=counters.loss_samples,
+            staleness_max=counters.staleness_max,
+            staleness_sum=counters.staleness_sum,
+            compute_s=self._compute.busy_s,
+            cpu_s=time.process_time() - self._started_cpu_s,
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
+            rounds=sum(driver.rounds_done for driver in self.rings.values()),
+        )
+
+
+def _specs(tensors: Mapping[object, Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(spec_of(str(name), tensor) for name, tensor in tensors.items())
+
+
+def failure_of(error: BaseException, node_id: str) -> RoostError:
+    """Return the RoostError in `error`, looking into exception groups; anything else becomes a StageFailedError."""
+    if isinstance(error, BaseExceptionGroup):
+        return failure_of(error.exceptions[0], node_id)
+    if isinstance(error, RoostError):
+        return error
+    return StageFailedError(f"node {node_id}: {type(error).__name__}: {error}")

@@ -1,0 +1,193 @@
+"""What a requester imports: Job, train() and the Run it returns."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from roost.capture.check import check_against_eager
+from roost.capture.export import Captured, capture
+from roost.capture.graph_format import to_bytes
+from roost.capture.profiling import profile
+from roost.checkpoint.reader import Checkpoint, load
+from roost.config import ArgumentValue, JobConfig, NamedArguments, require
+from roost.errors import CheckpointMismatchError, InvalidConfigError
+from roost.pipeline.optimizer import check_optimizer
+from roost.pipeline.probe import measure
+from roost.requester.data import SampleSource, example_batch
+from roost.requester.pools import Pool, RemotePool
+from roost.requester.run import JobPackage, Observer, Run, new_job_id
+from roost.types import ModelProfile
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What `roost train` sets for the script it runs."""
+
+    pool: Pool | None = None
+    observer: Observer | None = None
+
+
+DEFAULTS: contextvars.ContextVar[Defaults | None] = contextvars.ContextVar("roost_defaults", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Everything about one training: model, loss, data, and how to optimise."""
+
+    model: nn.Module
+    """Any module torch.export takes; it is captured as it is and not changed."""
+    loss: Callable[..., Tensor]
+    """loss(output, label) -> scalar, the mean over the samples of a batch."""
+    data: Any
+    """Training data: a tuple of equally long tensors (inputs..., labels), or a map-style dataset of such tuples."""
+    validation: Any = None
+    """Validation data in the same form; None means no evaluation."""
+    metric: Callable[..., Tensor] | None = None
+    """metric(output, label) -> scalar mean over samples, for the validation data; for example an accuracy."""
+    optimizer: str = "AdamW"
+    """A class of torch.optim by name."""
+    optimizer_args: Mapping[str, ArgumentValue] = field(default_factory=dict)
+    """Its keyword arguments, for example {"lr": 1e-3}."""
+    schedule: str | None = None
+    """A class of torch.optim.lr_scheduler by name; it steps once per `batch_size` samples, over all clusters."""
+    schedule_args: Mapping[str, ArgumentValue] = field(default_factory=dict)
+    """Its keyword arguments."""
+    batch_size: int = 32
+    """Samples per update of a cluster."""
+    micro_batch_size: int | None = None
+    """Samples that travel together; None means the whole batch."""
+    epochs: int = 1
+    """Times every training sample is consumed."""
+    averaging_interval: int = 16
+    """Updates between two averaging rounds."""
+    sync_interval: int = 1
+    """Epochs between synchronisation points (exact average, evaluation, checkpoint)."""
+    seed: int = 0
+    """Seeds the order of samples and dropout."""
+    name: str = "job"
+    """Names the checkpoint folder."""
+    checkpoint_dir: str = "roost-checkpoints"
+    """Where checkpoints go, on the requester's machine."""
+    min_clusters: int = 1
+    """Refuse a pool that cannot form so many clusters."""
+    max_clusters: int = 0
+    """At most so many clusters; 0 lets the planner choose."""
+    max_in_flight: int = 0
+    """At most so many micro-batches in flight per stage; 0 lets the planner choose."""
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.model, nn.Module), f"model must be a torch.nn.Module, not a {type(self.model).__name__}")
+        require(callable(self.loss), "loss must be callable: loss(output, label) -> scalar tensor")
+        require(self.metric is None or callable(self.metric), "metric must be callable: metric(output, label) -> scalar tensor")
+
+
+def train(
+    job: Job,
+    pool: Pool | str | None = None,
+    *,
+    resume: str | Path | None = None,
+    wait_s: float = 120.0,
+    observer: Observer | None = None,
+) -> Run:
+    """Start training `job` on `pool` and return its Run once the plan is made.
+
+    `pool` is roost.local(...), a coordinator's "host:port", or None for the pool `roost train` was given. `resume` is a
+    checkpoint directory to go on from. Nodes have `wait_s` seconds to join. Raises RoostError: everything that can be
+    refused is refused here, before anything is trained.
+    """
+    defaults = DEFAULTS.get() or Defaults()
+    chosen = RemotePool(address=pool) if isinstance(pool, str) else pool or defaults.pool
+    if chosen is None:
+        raise InvalidConfigError(
+            "train() was given no pool",
+            hint="Pass pool=roost.local(nodes=2) or pool='host:port', or run the script with 'roost train SCRIPT --pool HOST:PORT'.",
+        )
+    package = prepare(job, resume=resume)
+    run = Run(package, chosen, observer=observer or defaults.observer, wait_s=wait_s)
+    run.start()
+    return run
+
+
+def prepare(job: Job, *, resume: str | Path | None = None) -> JobPackage:
+    """Return the captured, checked and measured job. Raises RoostError for anything that cannot be trained."""
+    training = SampleSource(job.data, what="the training data")
+    validation = SampleSource(job.validation, what="the validation data") if job.validation is not None else None
+    checkpoint = load(Path(resume)) if resume is not None else None
+    config = _config(job, len(training), 0 if validation is None else len(validation), checkpoint)
+    check_optimizer(config)
+    micro_batch = example_batch(training, config.micro_batch_size)
+    inputs, labels = micro_batch[:-1], micro_batch[-1:]
+    captured = capture(job.model, job.loss, inputs, labels, metric=job.metric, name=job.name)
+    check_against_eager(job.model, job.loss, captured, inputs, labels, seed=job.seed)
+    model_profile = _profile(captured, inputs, labels)
+    if checkpoint is not None:
+        captured = _with_tensors(captured, checkpoint)
+    return JobPackage(
+        config=config,
+        graph=to_bytes(captured.graph),
+        tensors=captured.tensors,
+        aliases=captured.aliases,
+        optimizer=checkpoint.optimizer if checkpoint is not None else {},
+        profile=model_profile,
+        training=training,
+        validation=validation,
+        directory=Path(job.checkpoint_dir) / config.job_id,
+        resume=checkpoint is not None,
+    )
+
+
+def _profile(captured: Captured, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...]) -> ModelProfile:
+    speed = measure(threads=1, device="cpu", budget_s=0.5)
+    return profile(captured, inputs, labels, reference_flop_per_s=speed.flop_per_s)
+
+
+def _config(job: Job, samples: int, validation_samples: int, checkpoint: Checkpoint | None) -> JobConfig:
+    start_epoch = int(checkpoint.manifest["epoch"]) if checkpoint is not None else 0
+    start_updates = int(checkpoint.manifest["updates"]) if checkpoint is not None else 0
+    if checkpoint is not None and start_epoch >= job.epochs:
+        raise InvalidConfigError(f"the checkpoint has done {start_epoch} epochs, the job asks for {job.epochs}", hint="Raise epochs.")
+    require(samples > 0, "the training data is empty")
+    return JobConfig(
+        job_id=new_job_id(job.name),
+        optimizer=_named(job.optimizer, job.optimizer_args),
+        schedule=_named(job.schedule, job.schedule_args) if job.schedule is not None else None,
+        batch_size=min(job.batch_size, samples),
+        micro_batch_size=min(job.micro_batch_size or job.batch_size, job.batch_size, samples),
+        epochs=job.epochs,
+        averaging_interval=job.averaging_interval,
+        sync_interval=job.sync_interval,
+        samples=samples,
+        validation_samples=validation_samples,
+        seed=job.seed,
+        min_clusters=job.min_clusters,
+        max_clusters=job.max_clusters,
+        max_in_flight=job.max_in_flight,
+        start_epoch=start_epoch,
+        start_updates=start_updates,
+    )
+
+
+def _named(name: str, arguments: Mapping[str, ArgumentValue | list[float]]) -> NamedArguments:
+    items = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in arguments.items())
+    return NamedArguments(name=name, arguments=items)
+
+
+def _with_tensors(captured: Captured, checkpoint: Checkpoint) -> Captured:
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in captured.tensors.items():
+        saved = checkpoint.model.get(name)
+        if saved is None or saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+            found = "no such tensor" if saved is None else f"{saved.dtype} {tuple(saved.shape)}"
+            raise CheckpointMismatchError(f"the model has {name!r} as {tensor.dtype} {tuple(tensor.shape)}, the checkpoint has {found}")
+        tensors[name] = saved
+    return dataclasses.replace(captured, tensors=tensors)

@@ -1,0 +1,1 @@
+"""Ring averaging over chunks of a flattened segment. torch, no network."""

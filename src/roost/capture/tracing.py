@@ -1,0 +1,202 @@
+"""Runs torch.export on model, loss and metric together, with guards against what it would get silently wrong."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from roost.errors import NotCapturableError
+
+Loss = Callable[..., Tensor]
+Metric = Callable[..., Tensor]
+
+MODEL_PART, LOSS_PART, METRIC_PART = "model", "loss_part", "metric_part"
+
+_LIBRARY_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_RANDOM_FUNCTIONS = ("random", "randint", "uniform", "randrange", "choice", "choices", "sample", "shuffle", "gauss", "normalvariate")
+_LARGEST_LOWER_BOUND = 2
+"""torch.export assumes at least two samples whatever the model does; more than that is a condition of the model."""
+
+
+class TracedTraining(nn.Module):
+    """Model, loss and metric as one module: takes the model's inputs, then the labels; returns (loss,) or (loss, metric)."""
+
+    def __init__(self, model: nn.Module, loss: Loss, metric: Metric | None, inputs: int) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_part = loss
+        self.metric_part = metric
+        self.inputs = inputs
+
+    def forward(self, *data: Tensor) -> tuple[Tensor, ...]:
+        output = self.model(*data[: self.inputs])
+        labels = data[self.inputs :]
+        value = self.loss_part(output, *labels)
+        if self.metric_part is None:
+            return (value,)
+        return value, self.metric_part(output, *labels)
+
+
+def trace(wrapped: TracedTraining, data: tuple[Tensor, ...]) -> ExportedProgram:
+    """Return the exported program of `wrapped` in training mode, with a dynamic first dimension of every input.
+
+    The module's training flags and all random generators are left as they were. Raises NotCapturableError, naming the
+    user's line where there is one.
+    """
+    shapes = {"data": tuple({0: Dim.AUTO} if item.dim() > 0 else None for item in data)}
+    with ExitStack() as stack:
+        stack.enter_context(_kept_modes(wrapped))
+        stack.enter_context(_kept_generators())
+        stack.enter_context(_refused_functions())
+        stack.enter_context(_refused_python_random())
+        try:
+            exported = torch.export.export(wrapped.train(), data, strict=False, dynamic_shapes=shapes)
+        except GuardOnDataDependentSymNode as error:
+            where = user_line(error.__traceback__)
+            raise NotCapturableError(
+                f"the model's Python code decides by the values of a tensor{where}",
+                hint="Write the decision with torch.where, so that both branches are computed; see docs/models.md.",
+            ) from error
+        # torch.export raises these for what it cannot trace, and for errors of the model itself.
+        except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, AssertionError, LookupError) as error:
+            where = user_line(error.__traceback__)
+            reason = str(error).strip().splitlines()
+            raise NotCapturableError(
+                f"torch.export refuses the model{where}: {reason[0][:300] if reason else type(error).__name__}"
+            ) from error
+    _check_dynamic(exported, data)
+    return exported
+
+
+def user_line(trace_back: TracebackType | None) -> str:
+    """Return ' at FILE:LINE: CODE' for the innermost frame that is neither torch's nor ours; empty if there is none."""
+    frames = [frame for frame in traceback.extract_tb(trace_back) if not frame.filename.startswith(_LIBRARY_ROOTS)]
+    own = [frame for frame in frames if frame.name == "forward" or not frame.filename.startswith(sys.base_prefix)]
+    return _place(own[-1].filename, own[-1].lineno, own[-1].line) if own else ""
+
+
+def user_line_of_stack(stack_trace: str | None) -> str:
+    """Return ' at FILE:LINE: CODE' from the stack trace that torch.export keeps with a node; empty if there is none."""
+    lines = (stack_trace or "").splitlines()
+    for index in range(len(lines) - 1, -1, -1):
+        parts = lines[index].strip().split('"')
+        if len(parts) == 3 and parts[0] == "File " and not parts[1].startswith(_LIBRARY_ROOTS):
+            number = parts[2].removeprefix(", line ").split(",")[0]
+            return _place(parts[1], number, lines[index + 1] if index + 1 < len(lines) else "")
+    return ""
+
+
+def _place(file: str, line: int | str | None, code: str | None) -> str:
+    text = (code or "").strip()
+    return f" at {file}:{line}" + (f": {text}" if text else "")
+
+
+@contextmanager
+def _kept_modes(module: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+@contextmanager
+def _kept_generators() -> Iterator[None]:
+    state = random.getstate()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+        # Recurrent layers list their weights as plain attributes too; torch.export puts them back.
+        warnings.filterwarnings("ignore", message="The tensor attribute")
+        try:
+            yield
+        finally:
+            random.setstate(state)
+
+
+@contextmanager
+def _refused_functions() -> Iterator[None]:
+    """Make every custom autograd.Function raise: export would keep its forward and lose its backward."""
+    original = torch.autograd.Function.__dict__["apply"]
+    thread = threading.get_ident()
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original.__get__(None, cls)(*args, **kwargs)
+        raise NotCapturableError(
+            f"the custom autograd function {cls.__qualname__} would lose its backward{_calling_line()}",
+            hint="Write it with ordinary torch operations, whose gradients are known.",
+        )
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original
+
+
+@contextmanager
+def _refused_python_random() -> Iterator[None]:
+    """Make Python's random functions raise: export would bake one number in as a constant.
+
+    Functions that were imported by name escape the replacement, so the generator's state is compared as well.
+    """
+    thread = threading.get_ident()
+    originals = {name: getattr(random, name) for name in _RANDOM_FUNCTIONS}
+    state = random.getstate()
+
+    def refuse(name: str) -> Callable[..., Any]:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return originals[name](*args, **kwargs)
+            raise NotCapturableError(f"random.{name} would become a constant{_calling_line()}", hint="Draw with torch.rand instead.")
+
+        return refused
+
+    for name in originals:
+        setattr(random, name, refuse(name))
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(random, name, function)
+    if random.getstate() != state:
+        raise NotCapturableError("the model draws from Python's random module, which would become a constant", hint="Draw with torch.rand.")
+
+
+def _calling_line() -> str:
+    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_LIBRARY_ROOTS)]
+    return _place(frames[-1].filename, frames[-1].lineno, frames[-1].line) if frames else ""
+
+
+def _check_dynamic(exported: ExportedProgram, data: Sequence[Tensor]) -> None:
+    """Raise NotCapturableError if the graph holds only for some batch sizes."""
+    names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
+    placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    for index, (name, item) in enumerate(zip(names, data, strict=True)):
+        shape = placeholders[name].meta["val"].shape
+        if item.dim() > 0 and not isinstance(shape[0], torch.SymInt):
+            raise NotCapturableError(
+                f"the batch size {item.shape[0]} of data input {index} is written into the model's code or loss",
+                hint="Use x.shape[0] or -1 where the batch size is written; the last batch of an epoch is smaller.",
+            )
+    for symbol, bounds in exported.range_constraints.items():
+        limited = bounds.lower > _LARGEST_LOWER_BOUND or (bounds.upper.is_number and bounds.upper.is_finite and bounds.upper < 2**31)
+        if limited:
+            raise NotCapturableError(
+                f"the model's code decides by the batch size: the graph holds only for {symbol} in {bounds.lower}..{bounds.upper}",
+                hint="Remove the condition on the batch size; the last batch of an epoch is smaller.",
+            )

@@ -1,0 +1,189 @@
+"""Writes checkpoints: parts in any order, then a directory that appears at once, complete.
+
+A checkpoint grows in a hidden directory. Its files are flushed to the disk, the manifest last, before one rename gives the
+directory its name, so a crash at any moment leaves no half-written checkpoint under a name that looks complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from roost import __version__
+from roost.checkpoint.manifest import (
+    FORMAT_VERSION,
+    MANIFEST_FILE,
+    MODEL_FILE,
+    CheckpointContents,
+    CheckpointManifest,
+    FileRecord,
+    file_record,
+    manifest_bytes,
+)
+from roost.checkpoint.reader import completed
+from roost.config import check_identifier
+from roost.errors import CheckpointError, CheckpointMismatchError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Parts:
+    """What has arrived for one checkpoint."""
+
+    directory: Path
+    model: dict[str, Tensor] = field(default_factory=dict)
+    files: list[FileRecord] = field(default_factory=list)
+
+
+class CheckpointWriter:
+    """Assembles checkpoints under a root directory and keeps the newest ones."""
+
+    def __init__(self, root: Path, keep: int, clock: Callable[[], float] = time.time) -> None:
+        """`keep`: complete checkpoints that stay, 0 for all; `clock` gives Unix time."""
+        self._root = root
+        self._keep = keep
+        self._clock = clock
+        self._open: dict[str, _Parts] = {}
+
+    def add(self, name: str, segment: int, tensors: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+        """Take a part of checkpoint `name`: model tensors by name, and optimizer state as 'PARAMETER/KEY'.
+
+        Model tensors are held, not copied, until finish(); optimizer state is written now. Raises CheckpointError if it
+        cannot be written.
+        """
+        parts = self._open.get(name) or self._begin(name)
+        parts.model.update({key: tensor.detach() for key, tensor in tensors.items()})
+        file_name = f"optimizer-{segment}.safetensors"
+        parts.files = [file for file in parts.files if file.name != file_name]
+        if optimizer:
+            parts.files.append(_save(parts.directory / file_name, optimizer))
+
+    def finish(self, name: str, contents: CheckpointContents) -> Path:
+        """Write checkpoint `name` and return its directory; older checkpoints beyond `keep` are deleted.
+
+        Uploaded tensors that are not listed in `contents` (buffers that are not in the state_dict) are left out. Raises
+        CheckpointError naming a tensor that nobody uploaded, CheckpointMismatchError naming one of another shape or dtype.
+        """
+        parts = self._open.get(name) or self._begin(name)
+        model = _assemble(name, parts.model, contents)
+        files = [_save(parts.directory / MODEL_FILE, model), *parts.files]
+        manifest = CheckpointManifest(
+            format_version=FORMAT_VERSION,
+            roost_version=__version__,
+            torch_version=torch.__version__,
+            written_s=self._clock(),
+            contents=contents,
+            files=tuple(files),
+        )
+        try:
+            _write_synced(parts.directory / MANIFEST_FILE, manifest_bytes(manifest))
+            target = self._publish(name, parts.directory)
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint {name!r} cannot be written: {error}", hint="Free disk space and check permissions."
+            ) from error
+        del self._open[name]
+        logger.info("checkpoint_written path=%s epoch=%d updates=%d", target, contents.epoch, contents.updates)
+        self._prune(target)
+        return target
+
+    def discard(self, name: str) -> None:
+        """Forget the parts of checkpoint `name` and delete their files; does nothing if there are none."""
+        parts = self._open.pop(name, None)
+        if parts is not None:
+            shutil.rmtree(parts.directory, ignore_errors=True)
+
+    def _begin(self, name: str) -> _Parts:
+        check_identifier(name, "checkpoint name")
+        directory = self._root / f".{name}.partial"
+        try:
+            shutil.rmtree(directory, ignore_errors=True)  # parts of a run that was interrupted must not mix with these
+            directory.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(f"{directory} cannot be made: {error}", hint="Choose a directory that can be written.") from error
+        self._open[name] = _Parts(directory=directory)
+        return self._open[name]
+
+    def _publish(self, name: str, directory: Path) -> Path:
+        """Rename a complete directory to its name; one that has the name already makes room."""
+        target = self._root / name
+        replaced = self._root / f".{name}.replaced"
+        _sync_directory(directory)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if target.exists():
+            target.rename(replaced)
+        directory.rename(target)
+        _sync_directory(self._root)
+        shutil.rmtree(replaced, ignore_errors=True)
+        return target
+
+    def _prune(self, newest: Path) -> None:
+        if self._keep <= 0:
+            return
+        for path in completed(self._root)[self._keep :]:
+            if path != newest:
+                shutil.rmtree(path, ignore_errors=True)
+                logger.info("checkpoint_deleted path=%s", path)
+
+
+def _assemble(name: str, uploaded: Mapping[str, Tensor], contents: CheckpointContents) -> dict[str, Tensor]:
+    """Return the whole model under all its names."""
+    model: dict[str, Tensor] = {}
+    for spec in contents.tensors:
+        tensor = uploaded.get(spec.name)
+        if tensor is None:
+            raise CheckpointError(
+                f"checkpoint {name!r} lacks tensor {spec.name!r}: no node uploaded it",
+                hint="A stage failed to upload its part: read the logs of the nodes, and use the checkpoint before it.",
+            )
+        found = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+        if found != (spec.dtype, spec.shape):
+            raise CheckpointMismatchError(
+                f"checkpoint {name!r}: tensor {spec.name!r} is {found[0]} {list(found[1])}, the model says {spec.dtype} {list(spec.shape)}"
+            )
+        model[spec.name] = tensor
+    for alias, canonical in contents.aliases:
+        if canonical not in model:
+            raise CheckpointError(f"checkpoint {name!r}: {alias!r} is tied to {canonical!r}, which is not in the model")
+        model[alias] = model[canonical].clone()  # the file format refuses names that share memory
+    return model
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Write tensors to `path`, through to the disk, and return the file's record."""
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+        with path.open("rb") as stream:
+            os.fsync(stream.fileno())
+        return file_record(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be written: {error}", hint="Free disk space and check permissions.") from error
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    """Make the names in a directory durable, where the system lets directories be opened."""
+    if os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,163 @@
+"""`roost`: coordinator, token, join, train, status, demo."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from roost.config import AgentConfig, CoordinatorConfig, parse_bytes
+from roost.errors import RoostError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train one model on the PCs you have.")
+errors = Console(stderr=True, highlight=False)
+
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every event.")]
+ExitWithParent = Annotated[bool, typer.Option("--exit-with-parent", hidden=True, help="End when standard input is closed.")]
+
+
+def main() -> None:
+    """Run the command line. A RoostError is printed with what to do; the exit code is 1, or 2 for wrong arguments."""
+    try:
+        app()
+    except RoostError as error:
+        errors.print(f"[bold red]error[/] {_escape(str(error))}")
+        sys.exit(1)
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def set_up_logging(verbose: bool) -> None:
+    """Log to standard error: warnings, or every event if `verbose`."""
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format=LOG_FORMAT, stream=sys.stderr)
+
+
+@app.callback()
+def _root() -> None:
+    """Roost trains one PyTorch model on the PCs people already have."""
+
+
+@app.command()
+def coordinator(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines to join.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port that machines join at; 0 picks a free one.")] = 7700,
+    advertise: Annotated[str, typer.Option(help="Name or address that other machines reach this one by.")] = "",
+    state_dir: Annotated[Path, typer.Option(help="Keys, certificates and the database.")] = Path.home() / ".roost" / "coordinator",
+    tokens: Annotated[int, typer.Option(help="Join tokens to print; each lets one machine join.")] = 1,
+    json_output: Annotated[bool, typer.Option("--json", help="Print addresses and tokens as one JSON line.")] = False,
+    verbose: Verbose = False,
+    exit_with_parent: ExitWithParent = False,
+) -> None:
+    """Start the matchmaking process; it prints how machines join."""
+    from roost.cli import coordinator as command
+
+    set_up_logging(verbose)
+    config = CoordinatorConfig(host=host, port=port, advertise=advertise, state_dir=str(state_dir))
+    command.run(config, tokens=tokens, json_output=json_output, exit_with_parent=exit_with_parent)
+
+
+@app.command()
+def token(
+    role: Annotated[str, typer.Option(help="node or requester.")] = "node",
+    ttl: Annotated[float, typer.Option(help="Seconds it is valid.")] = 86_400.0,
+    state_dir: Annotated[Path, typer.Option(help="The coordinator's state directory.")] = Path.home() / ".roost" / "coordinator",
+) -> None:
+    """Print a fresh one-time token (on the coordinator's machine)."""
+    from roost.cli import coordinator as command
+
+    command.print_token(state_dir, role=role, ttl_s=ttl)
+
+
+@app.command()
+def join(
+    address: Annotated[str, typer.Argument(help="host:port that the coordinator printed.")],
+    token: Annotated[str, typer.Argument(help="One-time token; not needed again later. Also read from ROOST_TOKEN.")] = "",
+    name: Annotated[str, typer.Option(help="This node's name; default: the host's.")] = "",
+    memory: Annotated[str, typer.Option(help="Memory to lend, such as 4GB; default: 80% of what is free.")] = "0",
+    threads: Annotated[int, typer.Option(help="CPU threads to lend; default: all cores.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu",
+    host: Annotated[str, typer.Option(help="Address to listen on and to tell peers; default: found out.")] = "",
+    port: Annotated[int, typer.Option(help="Port to listen on; default: a free one.")] = 0,
+    relative_speed: Annotated[float, typer.Option(help="Emulate a slower machine: fraction of this one's speed.")] = 1.0,
+    uplink_mbit: Annotated[float, typer.Option(help="Emulate a slower uplink, in Mbit/s.")] = 0.0,
+    state_dir: Annotated[Path | None, typer.Option(help="Where this node's key and certificate are kept.")] = None,
+    verbose: Verbose = False,
+    exit_with_parent: ExitWithParent = False,
+) -> None:
+    """Lend this machine to a coordinator until Ctrl+C."""
+    if threads:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    from roost.cli import join as command
+
+    set_up_logging(verbose)
+    name = name or command.default_name()
+    directory = state_dir or command.default_state_dir(address, name)
+    config = AgentConfig(
+        node_id=name,
+        host=host,
+        port=port,
+        state_dir=str(directory),
+        threads=threads,
+        device=device,
+        memory_bytes=parse_bytes(memory),
+        relative_speed=relative_speed,
+        uplink_bytes_per_s=uplink_mbit * 1e6 / 8,
+    )
+    command.run(config, address=address, token=token or os.environ.get("ROOST_TOKEN", ""), exit_with_parent=exit_with_parent)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def train(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="Python file that calls roost.train(job).")],
+    pool: Annotated[str, typer.Option(help="host:port of a coordinator.")] = "",
+    token: Annotated[str, typer.Option(help="One-time requester token, the first time. Also read from ROOST_TOKEN.")] = "",
+    nodes: Annotated[int, typer.Option(help="Nodes to wait for.")] = 1,
+    local: Annotated[int, typer.Option(help="Instead of a pool: so many nodes on this machine.")] = 0,
+    verbose: Verbose = False,
+) -> None:
+    """Run a training script on a pool, with progress. Further arguments go to the script."""
+    from roost.cli import train as command
+
+    set_up_logging(verbose)
+    chosen = command.choose_pool(pool, token=token or os.environ.get("ROOST_TOKEN", ""), nodes=nodes, local_nodes=local)
+    command.run_script(script, list(context.args), chosen)
+
+
+@app.command()
+def status(
+    address: Annotated[str, typer.Argument(help="host:port of the coordinator.")],
+    token: Annotated[str, typer.Option(help="One-time requester token, the first time. Also read from ROOST_TOKEN.")] = "",
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
+) -> None:
+    """Show the nodes and the running job of a coordinator."""
+    from roost.cli import status as command
+
+    command.show(address, token=token or os.environ.get("ROOST_TOKEN", ""), json_output=json_output)
+
+
+@app.command()
+def demo(
+    json_output: Annotated[bool, typer.Option("--json", help="End with one JSON line.")] = False,
+    epochs: Annotated[int, typer.Option(help="Epochs to train.")] = 40,
+    directory: Annotated[Path, typer.Option(help="Where the checkpoint goes.")] = Path("roost-demo"),
+    verbose: Verbose = False,
+) -> None:
+    """Train the digits CNN on five local nodes of different (emulated) memory and speed."""
+    from roost.cli import demo as command
+
+    set_up_logging(verbose)
+    command.run(epochs=epochs, directory=directory, json_output=json_output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The matchmaking process: admits peers, plans, watches jobs; never imports torch."""

@@ -1,0 +1,255 @@
+"""The coordinator: knows the nodes, runs one job at a time, tells who asks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from roost import messages as m
+from roost.config import CoordinatorConfig
+from roost.coordinator.job_runner import JobRunner
+from roost.coordinator.store import Store
+from roost.errors import (
+    EmptyPoolError,
+    ForbiddenError,
+    JobRefusedError,
+    MalformedMessageError,
+    NodeLostError,
+    RequesterLostError,
+    VersionMismatchError,
+)
+from roost.protocol import membership
+from roost.transport.interface import Buffer, Sender, Transport
+from roost.types import NodeProfile
+
+logger = logging.getLogger(__name__)
+
+
+class Coordinator:
+    """The handler of the matchmaking process. Times come from the monotonic clock; the store gets wall-clock times."""
+
+    def __init__(self, *, config: CoordinatorConfig, transport: Transport, store: Store) -> None:
+        self._config = config
+        self._transport = transport
+        self._store = store
+        self._nodes = membership.NodeTable(lost_after_s=config.lost_after_s)
+        self._profiles: dict[str, NodeProfile] = {}
+        self._torch_versions: dict[str, str] = {}
+        self._joined = asyncio.Condition()
+        self._job: JobRunner | None = None
+        self._submitting = ""
+        self._withdrawn = False
+        self._requester_heard = 0.0
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        await self._transport.start(self)
+        try:
+            while True:
+                await asyncio.sleep(self._config.heartbeat_s)
+                self._expire(time.monotonic())
+        finally:
+            if self._job is not None:
+                await self._job.close()
+            await self._transport.stop()
+
+    # ------------------------------------------------------------ messages
+
+    async def on_call(self, sender: Sender, message: m.Message, buffers: Sequence[Buffer]) -> tuple[m.Message, Sequence[Buffer]]:
+        """Answer one call. Raises RoostError, which goes back to the caller."""
+        match message:
+            case m.RegisterNode():
+                return await self._register(sender, message), []
+            case m.Heartbeat():
+                return self._heartbeat(sender, message), []
+            case m.LeaseRequest():
+                return self._running(message.job_id).lease(sender.peer_id, message), []
+            case m.SubmitJob():
+                return await self._submit(sender, message), []
+            case m.RequesterHeartbeat():
+                self._of_requester(sender, message.job_id)
+                self._requester_heard = time.monotonic()
+                return m.Done(), []
+            case m.CancelJob():
+                await self._cancel(sender, message.job_id)
+                return m.Done(), []
+            case m.StatusRequest():
+                return self._status(time.monotonic()), []
+            case _:
+                raise MalformedMessageError(f"the coordinator does not answer {type(message).__name__}")
+
+    async def on_message(self, sender: Sender, message: m.Message, buffers: Sequence[Buffer]) -> None:
+        """Take word from the stages of the running job."""
+        match message:
+            case m.LeaseDone():
+                self._running(message.job_id).leases_done(sender.peer_id, message)
+            case m.EvaluationDone():
+                self._running(message.job_id).evaluated(sender.peer_id, message)
+            case m.StageFailed():
+                self._running(message.job_id).stage_failed(sender.peer_id, message)
+            case _:
+                raise MalformedMessageError(f"the coordinator does not take {type(message).__name__}")
+
+    # ------------------------------------------------------------ nodes
+
+    async def _register(self, sender: Sender, message: m.RegisterNode) -> m.Registered:
+        if message.protocol_version != m.PROTOCOL_VERSION:
+            raise VersionMismatchError(
+                f"node {sender.peer_id} speaks protocol {message.protocol_version} (roost {message.roost_version}), "
+                f"this coordinator speaks {m.PROTOCOL_VERSION}"
+            )
+        if message.profile.node_id != sender.peer_id:
+            raise ForbiddenError(f"{sender.peer_id} registers as {message.profile.node_id}")
+        for instruction in self._nodes.handle(membership.NodeJoined(node_id=sender.peer_id, now=time.monotonic())):
+            self._obey(instruction, "was started again")
+        self._profiles[sender.peer_id] = message.profile
+        self._torch_versions[sender.peer_id] = message.torch_version
+        logger.info("node_registered node=%s address=%s", sender.peer_id, message.profile.address)
+        async with self._joined:
+            self._joined.notify_all()
+        return m.Registered(heartbeat_s=self._config.heartbeat_s)
+
+    def _heartbeat(self, sender: Sender, message: m.Heartbeat) -> m.Done:
+        if sender.peer_id not in self._profiles:
+            raise JobRefusedError(f"node {sender.peer_id} is not registered")
+        for instruction in self._nodes.handle(membership.NodeHeard(node_id=sender.peer_id, now=time.monotonic())):
+            self._obey(instruction, "is heard again")
+        if message.job_id:
+            job = self._running(message.job_id)
+            if message.metrics is not None:
+                if message.metrics.node_id != sender.peer_id:
+                    raise ForbiddenError(f"{sender.peer_id} reports metrics of {message.metrics.node_id}")
+                job.heartbeat(message.metrics)
+        return m.Done()
+
+    def _expire(self, now: float) -> None:
+        for node_id in self._nodes.expire(now):
+            del self._profiles[node_id]
+            self._node_lost(node_id, f"has not been heard of for {self._config.lost_after_s:.0f} s")
+        job = self._job
+        if job is not None and not job.lifecycle.ended and now - self._requester_heard > self._config.lost_after_s:
+            job.fail(RequesterLostError(f"requester {job.requester.peer_id} has not been heard of for {self._config.lost_after_s:.0f} s"))
+
+    def _obey(self, instruction: membership.MembershipInstruction, what: str) -> None:
+        match instruction:
+            case membership.ReplaceNode(node_id=node_id):
+                self._node_lost(node_id, what)
+            case membership.AskToRegister(node_id=node_id):
+                raise JobRefusedError(f"node {node_id} must register again: it was given up for lost")
+
+    def _node_lost(self, node_id: str, what: str) -> None:
+        logger.warning("node_lost node=%s reason=%s", node_id, what)
+        job = self._job
+        if job is None or job.lifecycle.ended:
+            return
+        stage = job.stage_of(node_id)
+        if stage is not None:
+            job.fail(NodeLostError(f"node {node_id}, which runs stage {stage.index} of cluster {stage.cluster}, {what}"))
+
+    # ------------------------------------------------------------ jobs
+
+    async def _submit(self, sender: Sender, message: m.SubmitJob) -> m.JobAccepted:
+        if message.protocol_version != m.PROTOCOL_VERSION:
+            raise VersionMismatchError(f"the requester speaks protocol {message.protocol_version}, this coordinator {m.PROTOCOL_VERSION}")
+        if message.requester.peer_id != sender.peer_id:
+            raise ForbiddenError(f"{sender.peer_id} submits a job for {message.requester.peer_id}")
+        busy = self._submitting or (self._job.job_id if self._job is not None and not self._job.ended.is_set() else "")
+        if busy:
+            raise JobRefusedError(f"the coordinator is busy with job {busy}")
+        self._submitting, self._withdrawn = message.config.job_id, False
+        try:
+            nodes = await self._wait_for_nodes(message)
+            self._check_versions(message.torch_version, nodes)
+            self._requester_heard = time.monotonic()
+            job = JobRunner(request=message, nodes=nodes, config=self._config, transport=self._transport, on_change=self._job_changed)
+            self._job = job
+        finally:
+            self._submitting = ""
+        self._store.add_job(job.job_id, message.config, now=time.time())
+        job.start()
+        plan = await asyncio.shield(job.planned)
+        return m.JobAccepted(plan=plan, nodes=job.nodes)
+
+    async def _cancel(self, sender: Sender, job_id: str) -> None:
+        if job_id == self._submitting:
+            self._withdrawn = True
+            async with self._joined:
+                self._joined.notify_all()
+        else:
+            self._of_requester(sender, job_id).cancel()
+
+    async def _wait_for_nodes(self, message: m.SubmitJob) -> list[NodeProfile]:
+        wanted = max(1, message.wait_nodes)
+        try:
+            async with asyncio.timeout(message.wait_s), self._joined:
+                await self._joined.wait_for(lambda: len(self._nodes.in_state(membership.NodeState.JOINED)) >= wanted or self._withdrawn)
+        except TimeoutError:
+            raise EmptyPoolError(
+                f"{len(self._nodes.in_state(membership.NodeState.JOINED))} of {wanted} nodes have joined after {message.wait_s:.0f} s"
+            ) from None
+        if self._withdrawn:
+            raise JobRefusedError(f"job {message.config.job_id} was withdrawn before it was planned", hint="Submit it again.")
+        return [self._profiles[node_id] for node_id in self._nodes.in_state(membership.NodeState.JOINED)]
+
+    def _check_versions(self, torch_version: str, nodes: Sequence[NodeProfile]) -> None:
+        release = _release(torch_version)
+        for node in nodes:
+            found = self._torch_versions[node.node_id]
+            if _release(found) != release:
+                raise VersionMismatchError(f"node {node.node_id} has torch {found}, the requester {torch_version}")
+
+    def _job_changed(self, job: JobRunner) -> None:
+        self._assign(job)
+        error = f"[{job.error.code}] {job.error.message}" if job.error is not None else ""
+        self._store.update_job(job.job_id, state=job.state, plan=job.plan, error=error, now=time.time())
+
+    def _assign(self, job: JobRunner) -> None:
+        """Mark the nodes of a plan as taken while its job runs, and as free afterwards."""
+        for stage in job.plan.stages if job.plan is not None else ():
+            state = self._nodes.state(stage.node_id)
+            if not job.lifecycle.ended and state is membership.NodeState.JOINED:
+                self._nodes.handle(membership.NodeAssigned(node_id=stage.node_id))
+            elif job.ended.is_set() and state is membership.NodeState.ACTIVE:
+                self._nodes.handle(membership.NodeFreed(node_id=stage.node_id))
+
+    def _running(self, job_id: str) -> JobRunner:
+        if self._job is None or self._job.job_id != job_id or self._job.lifecycle.ended:
+            raise JobRefusedError(f"job {job_id} is not running here")
+        return self._job
+
+    def _of_requester(self, sender: Sender, job_id: str) -> JobRunner:
+        if self._job is None or self._job.job_id != job_id:
+            raise JobRefusedError(f"job {job_id} is not running here")
+        if self._job.requester.peer_id != sender.peer_id:
+            raise ForbiddenError(f"job {job_id} belongs to {self._job.requester.peer_id}, not to {sender.peer_id}")
+        return self._job
+
+    def _status(self, now: float) -> m.Status:
+        job = self._job
+        nodes = []
+        for node_id, profile in sorted(self._profiles.items()):
+            stage = job.stage_of(node_id) if job is not None and not job.lifecycle.ended else None
+            nodes.append(
+                m.NodeStatus(
+                    profile=profile,
+                    state=self._nodes.state(node_id),
+                    last_heard_s=now - self._nodes.last_heard(node_id),
+                    cluster=stage.cluster if stage is not None else -1,
+                    stage=stage.index if stage is not None else -1,
+                )
+            )
+        return m.Status(
+            nodes=tuple(nodes),
+            job_id=job.job_id if job is not None else "",
+            job_state=job.state if job is not None else "",
+            plan=job.plan if job is not None else None,
+            metrics=tuple(job.metrics.values()) if job is not None else (),
+            epochs_done=job.epochs_done if job is not None else 0.0,
+        )
+
+
+def _release(version: str) -> tuple[str, ...]:
+    """Return major and minor of a torch version; '2.13.0+cpu' and '2.13.1' compute the same graphs."""
+    return tuple(version.split("+")[0].split(".")[:2])

@@ -1,0 +1,1 @@
+"""Counters over time and events on disk."""

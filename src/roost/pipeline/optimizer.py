@@ -1,0 +1,158 @@
+"""The optimizer and learning-rate schedule of one stage, built by name from torch.optim."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
+
+from roost.config import OPTIMIZERS, SCHEDULES, JobConfig, NamedArguments
+from roost.errors import CheckpointMismatchError, InvalidConfigError
+
+logger = logging.getLogger(__name__)
+
+_ROUNDING = 1e-9
+"""Updates / share is a whole number in theory; this keeps its rounding from losing a schedule step."""
+
+_TORCH_ERRORS = (TypeError, ValueError, RuntimeError, ArithmeticError, KeyError)
+"""What torch.optim raises for arguments it does not take."""
+
+
+class StageOptimizer:
+    """Updates the trainable parameters of a stage and steps their schedule.
+
+    The schedule counts data, not a stage's own updates: after u own updates it has taken
+    start_updates + floor(u / share) steps, so with one cluster (share 1) this is optimizer.step(); scheduler.step().
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], config: JobConfig, share: float) -> None:
+        """Build for `parameters` by name. Raises InvalidConfigError with torch's own message for a bad argument."""
+        if not 0 < share <= 1:
+            raise InvalidConfigError(f"a cluster's share of the data must be in (0, 1], not {share}")
+        self.updates = 0
+        """Own updates in this run."""
+        self.schedule_steps = 0
+        """Schedule steps taken, those of the run that was resumed included."""
+        self._parameters = dict(parameters)
+        self._share = share
+        self._config = config
+        self._optimizer = _build_optimizer(list(self._parameters.values()), config.optimizer)
+        self._schedule = None if config.schedule is None else _build_schedule(self._optimizer, config.schedule)
+        with warnings.catch_warnings():
+            # Replaying the schedule of a resumed run steps it before the first optimizer step, which torch warns of.
+            warnings.simplefilter("ignore", UserWarning)
+            self._step_schedule(config.start_updates)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next update."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
+        """Update the parameters with `gradients` (by name; a parameter without one is skipped), then step the schedule."""
+        for name, gradient in gradients.items():
+            self._parameters[name].grad = gradient
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.updates += 1
+        self._step_schedule(self._config.start_updates + math.floor(self.updates / self._share + _ROUNDING))
+
+    def state(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the optimizer state of the parameters `names` as 'PARAMETER/KEY' tensors; they share its storage."""
+        return {
+            f"{name}/{key}": value.detach()
+            for name in names
+            if name in self._parameters
+            for key, value in self._optimizer.state.get(self._parameters[name], {}).items()
+            if isinstance(value, Tensor)
+        }
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the optimizer state from what state() returned; tensors are copied.
+
+        Raises CheckpointMismatchError if the state is not that of this optimizer and these parameters.
+        """
+        known = _state_keys(self._config.optimizer)
+        for full_name, tensor in tensors.items():
+            name, _, key = full_name.rpartition("/")
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                raise CheckpointMismatchError(f"optimizer state {full_name!r} belongs to no trainable parameter of this stage")
+            if key not in known:
+                raise CheckpointMismatchError(
+                    f"optimizer state {full_name!r} is not of {self._config.optimizer.name}: it keeps {sorted(known)}"
+                )
+            if tensor.dim() > 0 and tensor.shape != parameter.shape:
+                raise CheckpointMismatchError(
+                    f"optimizer state {full_name!r} has shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}"
+                )
+            self._optimizer.state[parameter][key] = tensor.detach().clone().to(self._state_device(key, parameter))
+
+    def _state_device(self, key: str, parameter: Parameter) -> torch.device:
+        # torch keeps step counts in host memory unless the optimizer reads them on the device.
+        defaults = self._optimizer.defaults
+        on_device = key != "step" or defaults.get("capturable") or defaults.get("fused")
+        return parameter.device if on_device else torch.device("cpu")
+
+    def _step_schedule(self, target: int) -> None:
+        if self._schedule is None:
+            self.schedule_steps = target
+            return
+        if isinstance(self._schedule, OneCycleLR):
+            # Torch raises beyond the last step, but a cluster that turns out faster than its share may get there early.
+            target = min(target, self._schedule.total_steps)
+        while self.schedule_steps < target:
+            self._schedule.step()
+            self.schedule_steps += 1
+
+
+def check_optimizer(config: JobConfig) -> None:
+    """Raise InvalidConfigError, with torch's own message, if optimizer or schedule cannot be built and stepped."""
+    parameter = Parameter(torch.zeros(1))
+    optimizer = _build_optimizer([parameter], config.optimizer)
+    schedule = None if config.schedule is None else _build_schedule(optimizer, config.schedule)
+    parameter.grad = torch.zeros(1)
+    _call(config.optimizer, optimizer.step)
+    if config.schedule is not None and schedule is not None:
+        _call(config.schedule, schedule.step)
+
+
+def _state_keys(arguments: NamedArguments) -> frozenset[str]:
+    """Return the keys of the state the optimizer keeps per parameter."""
+    parameter = Parameter(torch.zeros(1))
+    optimizer = _build_optimizer([parameter], arguments)
+    parameter.grad = torch.zeros(1)
+    optimizer.step()
+    return frozenset(optimizer.state[parameter])
+
+
+def _build_optimizer(parameters: list[Parameter], arguments: NamedArguments) -> Optimizer:
+    if arguments.name not in OPTIMIZERS:
+        raise InvalidConfigError(f"optimizer {arguments.name!r} is not one of {sorted(OPTIMIZERS)}")
+    if arguments.as_dict().get("differentiable"):
+        raise InvalidConfigError(f"optimizer {arguments.name}: a stage cannot differentiate through its updates (differentiable=True)")
+    optimizer: Optimizer = _call(arguments, getattr(torch.optim, arguments.name), parameters, **arguments.as_dict())
+    return optimizer
+
+
+def _build_schedule(optimizer: Optimizer, arguments: NamedArguments) -> LRScheduler:
+    if arguments.name not in SCHEDULES:
+        raise InvalidConfigError(f"schedule {arguments.name!r} is not one of {sorted(SCHEDULES)}")
+    schedule: LRScheduler = _call(arguments, getattr(lr_scheduler, arguments.name), optimizer, **arguments.as_dict())
+    return schedule
+
+
+def _call(arguments: NamedArguments, function: Any, *positional: Any, **named: Any) -> Any:
+    try:
+        return function(*positional, **named)
+    except _TORCH_ERRORS as error:
+        shown = ", ".join(f"{key}={value!r}" for key, value in arguments.arguments)
+        raise InvalidConfigError(f"{arguments.name}({shown}): {error}") from error

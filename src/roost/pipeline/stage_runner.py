@@ -1,0 +1,343 @@
+"""Runs one stage of a pipeline: forward, backward, update, evaluation. Synchronous, for one compute thread."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from roost.config import JobConfig
+from roost.errors import NonFiniteLossError, ProtocolError, StageFailedError
+from roost.pipeline.optimizer import StageOptimizer
+from roost.pipeline.program_interface import DATA_SOURCE, RunnableProgram
+from roost.pipeline.random_state import ForwardRandomness
+from roost.pipeline.tensor_bytes import dtype_name
+from roost.pipeline.weight_versions import WeightVersion, WeightVersions
+from roost.types import MicroBatch
+
+logger = logging.getLogger(__name__)
+
+_PROGRAM_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError)
+"""What torch raises when an operation cannot run on what it is given, out of memory included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardResult:
+    """What a training forward gives."""
+
+    outputs: dict[int, Tensor]
+    """Values to send, by number, without grad, on the stage's device. They may share storage with weights: what is not
+    sent when the micro-batch's backward has run here must be copied."""
+    rng_state: Tensor | None
+    """The generator's state to pass on, (bytes,) uint8; None unless a later stage draws random numbers."""
+    loss: float | None
+    """Mean over the micro-batch's samples; on the last stage only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateResult:
+    """What an evaluation forward gives."""
+
+    outputs: dict[int, Tensor]
+    """Values to send, by number, on the stage's device; they do not share storage with weights."""
+    loss: float | None
+    """Mean over the micro-batch's samples; on the last stage only."""
+    metric: float | None
+    """Mean over the micro-batch's samples; on the last stage of a job with a metric only."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _InFlight:
+    """What the backward of a micro-batch needs. Edges, not tensors: a sent value is kept only if the graph needs it."""
+
+    micro_batch: MicroBatch
+    version: WeightVersion
+    received: dict[int, Tensor]
+    """Leaves for the received values that carry a gradient."""
+    edges: dict[int, GradientEdge]
+    """Where the gradients of sent values enter the graph; on the last stage the loss alone."""
+    loss: Tensor | None
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _BatchGradients:
+    """Sums of gradients, by parameter name, over the micro-batches of one batch that went backward."""
+
+    micro_batches: int = 0
+    samples: int = 0
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+    """Names whose sum is a tensor made here, so that it may change in place: autograd gives some gradients out twice."""
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient in the order of the micro-batches, as accumulation in one process does."""
+        if name not in self.sums:
+            self.sums[name] = gradient
+        elif name in self.own:
+            self.sums[name].add_(gradient)
+        else:
+            self.sums[name] = self.sums[name] + gradient
+            self.own.add(name)
+
+
+class StageRunner:
+    """One stage: its weights, its micro-batches in flight, its optimizer."""
+
+    def __init__(
+        self,
+        program: RunnableProgram,
+        tensors: dict[str, Tensor],
+        config: JobConfig,
+        share: float,
+        device: torch.device | str = "cpu",
+        *,
+        carries_rng: bool = False,
+    ) -> None:
+        """Build a stage of `tensors` (owned and shared, by name), which become the runner's own and change in place.
+
+        `share` is the fraction of the data this cluster consumes; `carries_rng` says that a later stage draws random
+        numbers. Raises StageFailedError for a tensor that is missing or differs from the program's record, and
+        InvalidConfigError for an optimizer or schedule that torch refuses.
+        """
+        _check_tensors(program, tensors)
+        self._program = program
+        self._device = torch.device(device)
+        self._job = config.job_id
+        self._versions = WeightVersions(program.tensors, tensors, self._device)
+        self._trainable = tuple(self._versions.parameters)
+        self._optimizer = StageOptimizer(self._versions.parameters, config, share) if self._trainable else None
+        self._random = ForwardRandomness(stage=program.index, draws=program.draws_random, carries=carries_rng, device=self._device)
+        self._sent = frozenset(number for numbers in program.sends.values() for number in numbers)
+        self._in_flight: dict[int, _InFlight] = {}
+        self._batches: dict[int, _BatchGradients] = {}
+        self._updates = 0
+        self._samples = 0
+
+    @property
+    def versions_alive(self) -> int:
+        """Weight versions in memory, the current one included."""
+        return self._versions.alive
+
+    @property
+    def in_flight(self) -> int:
+        """Micro-batches that went forward and not yet backward."""
+        return len(self._in_flight)
+
+    @property
+    def updates(self) -> int:
+        """Updates applied in this run."""
+        return self._updates
+
+    @property
+    def samples(self) -> int:
+        """Training samples whose update has been applied."""
+        return self._samples
+
+    @property
+    def schedule_steps(self) -> int:
+        """Schedule steps taken, those of the run that was resumed included; 0 on a stage without trainable parameters."""
+        return self._optimizer.schedule_steps if self._optimizer is not None else 0
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The learning rate of the next update; None on a stage without trainable parameters."""
+        return self._optimizer.learning_rate if self._optimizer is not None else None
+
+    def forward(self, mb: MicroBatch, values: Mapping[int, Tensor], rng_state: Tensor | None) -> ForwardResult:
+        """Run a training forward and keep what its backward needs.
+
+        `values` are all received values by number. Without `rng_state` the random numbers start from the micro-batch's
+        seed. Raises NonFiniteLossError on the last stage, StageFailedError if an operation fails, and ProtocolError for a
+        micro-batch that is in flight already; after an error nothing of the micro-batch is kept.
+        """
+        if mb.number in self._in_flight:
+            raise ProtocolError(f"stage {self._program.index}: micro-batch {mb.number} is in flight already")
+        arguments, received = self._leaves(values)
+        with (
+            torch.enable_grad(),
+            self._failing(mb.number, "forward"),
+            self._random.forward(mb.seed, rng_state),
+            self._versions.forward() as tensors,
+        ):
+            produced = self._program.run(arguments, tensors, training=True)
+        loss = self._loss_of(produced)
+        number = float(loss.detach()) if loss is not None else None
+        if number is not None and not math.isfinite(number):
+            raise NonFiniteLossError(f"the loss of micro-batch {mb.number} (batch {mb.batch}) is {number} on stage {self._program.index}")
+        edges = {
+            value: get_gradient_edge(produced[value])
+            for value in self._sent & self._program.differentiable
+            if produced[value].requires_grad
+        }
+        self._in_flight[mb.number] = _InFlight(micro_batch=mb, version=self._versions.take(), received=received, edges=edges, loss=loss)
+        outputs = {value: produced[value].detach() for value in self._sent}
+        return ForwardResult(outputs=outputs, rng_state=self._random.after, loss=number)
+
+    def backward(self, number: int, gradients: Mapping[int, Tensor]) -> dict[int, dict[int, Tensor]]:
+        """Run the backward of micro-batch `number` with the weights of its forward; add to its batch's gradients.
+
+        `gradients` are those of the sent values, summed over the stages they went to (`add_gradients`); a value left out
+        counts as zero. The last stage starts from its loss, weighted by samples / batch_samples. Returns, for every
+        source stage, the gradients of the values received from it; a value that the loss does not depend on is left out.
+        Raises ProtocolError for a micro-batch that is not in flight, StageFailedError if an operation fails.
+        """
+        flight = self._in_flight.pop(number, None)
+        if flight is None:
+            raise ProtocolError(f"stage {self._program.index}: micro-batch {number} goes backward but is not in flight")
+        self._versions.release(flight.version)
+        with self._failing(number, "backward"):
+            by_name, by_value = self._differentiate(flight, gradients)
+        batch = self._batches.setdefault(flight.micro_batch.batch, _BatchGradients())
+        batch.micro_batches += 1
+        batch.samples += flight.micro_batch.samples
+        for name, gradient in by_name.items():
+            batch.add(name, gradient)
+        return {
+            source: {value: by_value[value] for value in values if value in by_value}
+            for source, values in self._program.receives.items()
+            if source != DATA_SOURCE
+        }
+
+    def update(self, batch: int) -> None:
+        """Apply the gradients of `batch`, all of whose micro-batches went backward, and step the schedule.
+
+        Micro-batches still in flight keep the weights of their forward. Raises ProtocolError for a batch that has no
+        gradients here.
+        """
+        gradients = self._batches.pop(batch, None)
+        if gradients is None:
+            raise ProtocolError(f"stage {self._program.index}: no micro-batch of batch {batch} went backward")
+        if self._optimizer is not None:
+            self._versions.make_writable(gradients.sums)
+            self._optimizer.step(gradients.sums)
+        self._updates += 1
+        self._samples += gradients.samples
+        logger.debug(
+            "update job=%s stage=%d step=%d micro_batches=%d samples=%d",
+            self._job,
+            self._program.index,
+            self._updates,
+            gradients.micro_batches,
+            gradients.samples,
+        )
+
+    def evaluate(self, mb: MicroBatch, values: Mapping[int, Tensor]) -> EvaluateResult:
+        """Run an evaluation forward with the current weights; nothing is kept. Raises StageFailedError."""
+        arguments = {value: tensor.to(self._device) for value, tensor in values.items()}
+        with torch.no_grad(), self._failing(mb.number, "evaluation"):
+            produced = self._program.run(arguments, self._versions.current.tensors, training=False)
+        weights = {tensor.untyped_storage().data_ptr() for tensor in self._versions.current.tensors.values()}
+        # No backward keeps a version alive here, so a value that is itself a weight (tied weights) must be copied.
+        outputs = {
+            value: produced[value].clone() if produced[value].untyped_storage().data_ptr() in weights else produced[value]
+            for value in self._sent
+        }
+        loss = self._loss_of(produced)
+        metric = produced.get(self._program.metric_value) if self._program.metric_value is not None else None
+        return EvaluateResult(
+            outputs=outputs,
+            loss=float(loss) if loss is not None else None,
+            metric=float(metric) if metric is not None else None,
+        )
+
+    def snapshot(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return copies of the current tensors `names`, in that order, on the stage's device."""
+        return {name: self._versions.tensor(name).clone() for name in names}
+
+    def apply_average(self, average: Mapping[str, Tensor], snapshot: Mapping[str, Tensor]) -> None:
+        """Set w to w + (average - snapshot), for parameters and float buffers; to the average itself if w is the snapshot.
+
+        That keeps the updates made while the round ran. Micro-batches in flight keep the weights of their forward.
+        """
+        with torch.no_grad():
+            self._versions.write({name: self._shifted(name, average[name], snapshot[name]) for name in average})
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the owned parameters and buffers by name. They share storage: copy what must outlive the next change."""
+        return {record.name: self._versions.tensor(record.name) for record in self._program.tensors}
+
+    def optimizer_state(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return the optimizer state of the parameters `names` as 'PARAMETER/KEY' tensors; they share storage.
+
+        Names without state (not trainable, or never updated) are left out.
+        """
+        return self._optimizer.state(names) if self._optimizer is not None else {}
+
+    def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set the optimizer state from 'PARAMETER/KEY' tensors. Raises CheckpointMismatchError if it does not fit."""
+        if self._optimizer is not None:
+            self._optimizer.load_state(tensors)
+
+    def _leaves(self, values: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        arguments = {value: tensor.to(self._device) for value, tensor in values.items()}
+        received: dict[int, Tensor] = {}
+        for value in arguments.keys() & self._program.differentiable:
+            if arguments[value].is_floating_point():
+                received[value] = arguments[value] = arguments[value].detach().requires_grad_()
+        return arguments, received
+
+    def _differentiate(self, flight: _InFlight, gradients: Mapping[int, Tensor]) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+        roots: list[GradientEdge] = []
+        starts: list[Tensor] = []
+        if flight.loss is not None and flight.loss.requires_grad:
+            roots.append(get_gradient_edge(flight.loss))
+            starts.append(torch.full_like(flight.loss, flight.micro_batch.samples / flight.micro_batch.batch_samples))
+        for value, edge in flight.edges.items():
+            if value in gradients:
+                roots.append(edge)
+                starts.append(gradients[value].to(self._device))
+        leaves = [*(flight.version.tensors[name] for name in self._trainable), *flight.received.values()]
+        if not roots or not leaves:
+            return {}, {}
+        found = torch.autograd.grad(roots, leaves, starts, allow_unused=True)
+        split = len(self._trainable)
+        by_name = {name: gradient for name, gradient in zip(self._trainable, found[:split], strict=True) if gradient is not None}
+        by_value = {value: gradient for value, gradient in zip(flight.received, found[split:], strict=True) if gradient is not None}
+        return by_name, by_value
+
+    def _shifted(self, name: str, average: Tensor, snapshot: Tensor) -> Tensor:
+        now = self._versions.tensor(name)
+        target, base = average.to(self._device), snapshot.to(self._device)
+        return target if torch.equal(now, base) else now + (target - base)
+
+    def _loss_of(self, produced: Mapping[int, Tensor]) -> Tensor | None:
+        if not self._program.is_last or self._program.loss_value is None:
+            return None
+        return produced[self._program.loss_value]
+
+    @contextmanager
+    def _failing(self, number: int, what: str) -> Iterator[None]:
+        try:
+            yield
+        except _PROGRAM_ERRORS as error:
+            where = f"stage {self._program.index} (graph positions {self._program.start}..{self._program.stop})"
+            raise StageFailedError(f"{where} cannot run the {what} of micro-batch {number}: {error}") from error
+
+
+def add_gradients(parts: Mapping[int, Mapping[int, Tensor]]) -> dict[int, Tensor]:
+    """Return the gradient of each sent value: the sum over the stages (keys of `parts`) that sent one back.
+
+    Adds from the last stage to the first, as autograd does in one process.
+    """
+    total: dict[int, Tensor] = {}
+    for stage in sorted(parts, reverse=True):
+        for value, gradient in parts[stage].items():
+            total[value] = total[value] + gradient if value in total else gradient
+    return total
+
+
+def _check_tensors(program: RunnableProgram, tensors: Mapping[str, Tensor]) -> None:
+    for record in (*program.tensors, *program.shared):
+        tensor = tensors.get(record.name)
+        if tensor is None:
+            raise StageFailedError(f"stage {program.index} was given no tensor {record.name!r}")
+        found = f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
+        wanted = f"{record.dtype} {list(record.shape)}"
+        if found != wanted:
+            raise StageFailedError(f"stage {program.index}: tensor {record.name!r} is {found}, the graph says {wanted}")

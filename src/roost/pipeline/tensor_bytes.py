@@ -1,0 +1,53 @@
+"""Tensors as raw bytes: little-endian elements in row-major order, described by a TensorSpec."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from roost.errors import MalformedMessageError
+from roost.types import DTYPE_BYTES, TensorSpec
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+"""torch's dtype for every dtype name of the wire."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNMENT = 16
+"""Bytes; on memory aligned less, matrix kernels were seen to round differently, so such buffers are copied."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the wire's name of `dtype`; a dtype that may not cross the wire keeps torch's name, which TensorSpec refuses."""
+    return _NAMES.get(dtype, str(dtype))
+
+
+def spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """Return the spec of `tensor`. Raises InvalidConfigError for a dtype that may not cross the wire."""
+    return TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
+
+
+def to_buffer(tensor: Tensor) -> memoryview:
+    """Return the bytes of `tensor`, without a copy if it is contiguous and in host memory.
+
+    Until the bytes are sent the tensor must not change.
+    """
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def from_buffer(spec: TensorSpec, buffer: memoryview | bytearray | bytes) -> Tensor:
+    """Return the tensor that `spec` describes.
+
+    A writable, aligned buffer is used as the tensor's memory, and must then not be used for anything else; another is
+    copied. Raises MalformedMessageError if the length is wrong or a bool is neither 0 nor 1.
+    """
+    view = memoryview(buffer)
+    if view.nbytes != spec.nbytes:
+        raise MalformedMessageError(f"tensor {spec.name!r}: {view.nbytes} bytes, but {spec.dtype} {list(spec.shape)} has {spec.nbytes}")
+    if view.nbytes == 0:
+        return torch.empty(spec.shape, dtype=DTYPES[spec.dtype])
+    raw = torch.frombuffer(bytearray(view) if view.readonly else view.cast("B"), dtype=torch.uint8)
+    if raw.data_ptr() % _ALIGNMENT:
+        raw = raw.clone()
+    if spec.dtype == "bool" and int(raw.max()) > 1:
+        raise MalformedMessageError(f"tensor {spec.name!r}: a bool is neither 0 nor 1")
+    return raw.view(DTYPES[spec.dtype]).view(spec.shape)

@@ -1,0 +1,462 @@
+"""One member of one averaging ring (arXiv 2401.01728, parallel multi-ring all-reduce).
+
+C members hold the same segment, flattened and cut into C chunks. A round has 2(C-1) steps. In the first C-1
+(reduce-scatter) each member sends one chunk of partial sums to the next and adds the one it gets from the previous; then
+each member owns the complete sum of one chunk and divides it by the total weight. In the last C-1 (all-gather) the means
+travel once around the ring.
+
+Rounds are numbered upward from 1. An ordered round (all clusters drained, so it is exact) has a number every member
+knows in advance, `ordered_round(k)` for the k-th order, so nobody can mistake a background round for it. A member joins
+a round when it hears of it: by its own request, an Open, or a chunk. Whatever a peer sends of later rounds is remembered.
+
+Deadlines count from the moment a round was first heard of, so that all members give up at about the same time. Messages
+from one peer must arrive in the order they were sent: then a chunk of a later round tells that the previous member has left
+this round, and it is abandoned at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+from roost.errors import ProtocolError
+from roost.protocol.machine import StateMachine
+
+ORDER_STRIDE = 1 << 20
+"""Round numbers between two ordered rounds: more background rounds than fit between two synchronisation points."""
+
+
+def ordered_round(order: int) -> int:
+    """Return the number of the ordered round of the `order`-th synchronisation point (1, 2, ...)."""
+    return order * ORDER_STRIDE
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartRequested:
+    """The member should start a round: its own threshold is reached, or the coordinator orders one."""
+
+    now: float
+    order: int = 0
+    """k for the k-th order of the coordinator (counted from 1), 0 for a background round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenReceived:
+    """A peer has opened this round."""
+
+    round: int
+    now: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotTaken:
+    """The snapshot that TakeSnapshot asked for exists: the chunks hold weight * values."""
+
+    round: int
+    weight: float
+    """Samples this cluster has consumed since its last finished round; not negative."""
+    now: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkArrived:
+    """The previous member sent a chunk; the shell keeps its buffer under (round, step) while `wants(round)`."""
+
+    round: int
+    step: int
+    chunk: int
+    weight: float
+    """In reduce-scatter the samples behind the partial sum, in all-gather their total."""
+    now: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageApplied:
+    """The weights now contain the average that ApplyAverage asked for."""
+
+    round: int
+    now: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadlinePassed:
+    """The shell's timer for `deadline` has run out; ignored if the deadline has moved since."""
+
+    now: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendOpen:
+    """Tell `peer` that this round is open."""
+
+    peer: str
+    round: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeSnapshot:
+    """Between two updates, copy the segment, multiply it by the weight, then report SnapshotTaken."""
+
+    round: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SendChunk:
+    """Send the local chunk, as it is now, to `peer`."""
+
+    peer: str
+    round: int
+    step: int
+    chunk: int
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddChunk:
+    """Add the buffer that was received under (round, step) to the local chunk."""
+
+    round: int
+    step: int
+    chunk: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreChunk:
+    """Replace the local chunk by the buffer that was received under (round, step): it is the mean."""
+
+    round: int
+    step: int
+    chunk: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleChunk:
+    """Divide the local chunk by the total weight: it becomes the mean."""
+
+    chunk: int
+    total_weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApplyAverage:
+    """All chunks are means: between two updates do weights += mean - snapshot, then report AverageApplied."""
+
+    round: int
+    total_weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class AbandonRound:
+    """Drop the snapshot and every buffer of this round; the weights stay as they are."""
+
+    round: int
+    reason: str
+
+
+RingEvent = StartRequested | OpenReceived | SnapshotTaken | ChunkArrived | AverageApplied | DeadlinePassed
+RingInstruction = SendOpen | TakeSnapshot | SendChunk | AddChunk | StoreChunk | ScaleChunk | ApplyAverage | AbandonRound
+
+
+class RingState(StrEnum):
+    """Where a member is in its round."""
+
+    IDLE = "idle"
+    SNAPSHOTTING = "snapshotting"
+    REDUCING = "reducing"
+    GATHERING = "gathering"
+    APPLYING = "applying"
+
+
+_S = RingState
+_RESTART = (_S.IDLE, _S.SNAPSHOTTING)
+"""Where a member is after a round has ended: idle, or in the next round it has heard of."""
+
+TRANSITIONS: dict[RingState, dict[type[object], RingState | tuple[RingState, ...]]] = {
+    _S.IDLE: {
+        StartRequested: _RESTART,
+        OpenReceived: _RESTART,
+        ChunkArrived: _RESTART,
+        SnapshotTaken: _S.IDLE,
+        DeadlinePassed: _S.IDLE,
+    },
+    _S.SNAPSHOTTING: {
+        StartRequested: _S.SNAPSHOTTING,
+        OpenReceived: _S.SNAPSHOTTING,
+        ChunkArrived: _RESTART,
+        SnapshotTaken: (_S.IDLE, _S.SNAPSHOTTING, _S.REDUCING, _S.GATHERING),
+        DeadlinePassed: _RESTART,
+    },
+    _S.REDUCING: {
+        StartRequested: _S.REDUCING,
+        OpenReceived: _S.REDUCING,
+        ChunkArrived: (_S.IDLE, _S.SNAPSHOTTING, _S.REDUCING, _S.GATHERING),
+        SnapshotTaken: _S.REDUCING,
+        DeadlinePassed: (_S.IDLE, _S.SNAPSHOTTING, _S.REDUCING),
+    },
+    _S.GATHERING: {
+        StartRequested: _S.GATHERING,
+        OpenReceived: _S.GATHERING,
+        ChunkArrived: (_S.IDLE, _S.SNAPSHOTTING, _S.GATHERING, _S.APPLYING),
+        SnapshotTaken: _S.GATHERING,
+        DeadlinePassed: (_S.IDLE, _S.SNAPSHOTTING, _S.GATHERING),
+    },
+    _S.APPLYING: {
+        StartRequested: _S.APPLYING,
+        OpenReceived: _S.APPLYING,
+        ChunkArrived: _S.APPLYING,
+        SnapshotTaken: _S.APPLYING,
+        AverageApplied: _RESTART,
+        DeadlinePassed: _S.APPLYING,
+    },
+}
+
+
+class RingMember:
+    """Takes one node through the rounds of one ring, one round at a time."""
+
+    def __init__(self, segment: int, members: tuple[str, ...], me: str, deadline_s: float) -> None:
+        """`members` in ring order, `me` among them; a round is abandoned `deadline_s` after it was first heard of."""
+        self._name = f"ring of segment {segment} at {me}"
+        self._members = members
+        self._me = me
+        self._deadline_s = deadline_s
+        self._machine = StateMachine(self._name, RingState.IDLE, TRANSITIONS)
+        self._target = RingState.IDLE  # the state after the event that is being handled
+        self._round = 0  # the current round, or the last one
+        self._finished = 0
+        self._started = 0.0
+        self._step = 0  # the step whose chunk is taken in next
+        self._weight = 0.0
+        self._chunks: dict[int, dict[int, ChunkArrived]] = {}  # round -> step -> arrival; the current round and later ones
+        self._heard: dict[int, float] = {}  # later rounds, with the time each was first heard of
+        self._requested = False  # a background round shall follow
+        self._ordered = 0  # the ordered round that shall follow; 0 means none
+
+    @property
+    def state(self) -> RingState:
+        """Where the member is in its round."""
+        return self._machine.state
+
+    @property
+    def round(self) -> int:
+        """The current round, or the last one; 0 before the first."""
+        return self._round
+
+    @property
+    def finished(self) -> int:
+        """The last round whose average was applied; order k is carried out once this is at least `ordered_round(k)`."""
+        return self._finished
+
+    @property
+    def idle(self) -> bool:
+        """True if no round is running."""
+        return self._machine.state is RingState.IDLE
+
+    @property
+    def deadline(self) -> float | None:
+        """When to report DeadlinePassed; None if no round waits for others."""
+        waiting = self._machine.state not in (RingState.IDLE, RingState.APPLYING)
+        return self._started + self._deadline_s if waiting else None
+
+    def wants(self, number: int) -> bool:
+        """Return True if chunks of round `number` are still of use: the shell drops the buffers of all others."""
+        if number == self._round:
+            return not self.idle
+        return number > self._round and number not in self._superseded()
+
+    def handle(self, event: RingEvent) -> list[RingInstruction]:
+        """Take in `event` and return what to do, in order.
+
+        Raises ProtocolError for a chunk or weight that cannot be; whatever belongs to an earlier round is ignored.
+        """
+        self._machine.allowed(event)
+        self._target = self._machine.state
+        if isinstance(event, StartRequested):
+            out = self._request(event)
+        elif isinstance(event, OpenReceived):
+            out = self._hear(event.round, event.now)
+        elif isinstance(event, SnapshotTaken):
+            out = self._snapshot(event)
+        elif isinstance(event, ChunkArrived):
+            out = self._chunk(event)
+        elif isinstance(event, AverageApplied):
+            out = self._applied(event)
+        else:
+            out = self._expire(event)
+        self._machine.move(event, self._target)
+        return out
+
+    # ------------------------------------------------------------ starting a round
+
+    def _request(self, event: StartRequested) -> list[RingInstruction]:
+        if event.order == 0:
+            self._requested = True
+        elif self._finished < ordered_round(event.order):
+            # A running round with at least that number is the ordered one; one that was abandoned is tried again.
+            running = self._target is not RingState.IDLE and self._round >= ordered_round(event.order)
+            self._ordered = 0 if running else max(ordered_round(event.order), self._round + 1)
+        return self._next_round(event.now) if self._target is RingState.IDLE else []
+
+    def _hear(self, number: int, now: float) -> list[RingInstruction]:
+        if number <= self._round:
+            return []
+        self._heard.setdefault(number, now)
+        for old in self._superseded():
+            self._heard.pop(old, None)
+            self._chunks.pop(old, None)
+        return self._next_round(now) if self._target is RingState.IDLE else []
+
+    def _superseded(self) -> set[int]:
+        """Return the later rounds nobody will finish: a peer is ahead of them, and only ordered rounds may be skipped to."""
+        newest: dict[int, int] = {}
+        for number in self._heard:
+            order = number // ORDER_STRIDE
+            newest[order] = max(number, newest.get(order, 0))
+        return {number for number in {*self._heard, *self._chunks} if self._round < number < newest.get(number // ORDER_STRIDE, 0)}
+
+    def _next_round(self, now: float) -> list[RingInstruction]:
+        """Begin the round that is due, if any; rounds whose deadline has passed are skipped."""
+        while self._heard and now >= self._heard[min(self._heard)] + self._deadline_s:
+            skipped = min(self._heard)
+            self._round = max(self._round, skipped)
+            self._forget(skipped)
+        candidates = list(self._heard)
+        # A peer at or beyond the ordered number is in it, or in its repetition: joining that carries out the order.
+        if self._ordered and max(candidates, default=0) < self._ordered:
+            candidates.append(max(self._ordered, self._round + 1))
+        if not candidates and self._requested:
+            candidates = [self._round + 1]
+        return self._begin(min(candidates), now) if candidates else []
+
+    def _begin(self, number: int, now: float) -> list[RingInstruction]:
+        joined = number in self._heard
+        self._started = self._heard.get(number, now)
+        self._round = number
+        self._forget(number - 1)
+        self._heard.pop(number, None)
+        self._requested = False
+        self._ordered = 0 if self._ordered <= number else self._ordered
+        self._step = 0
+        self._target = RingState.SNAPSHOTTING
+        opens: list[RingInstruction] = [] if joined else [SendOpen(peer=peer, round=number) for peer in self._members if peer != self._me]
+        return [*opens, TakeSnapshot(round=number)]
+
+    def _forget(self, last: int) -> None:
+        """Drop what is remembered of rounds up to `last`."""
+        self._heard = {number: heard for number, heard in self._heard.items() if number > last}
+        self._chunks = {number: chunks for number, chunks in self._chunks.items() if number > last}
+
+    # ------------------------------------------------------------ ending a round
+
+    def _abandon(self, reason: str, now: float) -> list[RingInstruction]:
+        self._forget(self._round)
+        self._target = RingState.IDLE
+        gone: RingInstruction = AbandonRound(round=self._round, reason=reason)
+        return [gone, *self._next_round(now)]
+
+    def _applied(self, event: AverageApplied) -> list[RingInstruction]:
+        if event.round != self._round:
+            raise self._broken(f"the average of round {event.round} was applied during round {self._round}")
+        self._finished = self._round
+        self._forget(self._round)
+        self._target = RingState.IDLE
+        return self._next_round(event.now)
+
+    def _expire(self, event: DeadlinePassed) -> list[RingInstruction]:
+        deadline = self.deadline
+        if deadline is None or event.now < deadline:
+            return []
+        missing = f"nothing arrived from {self._neighbour(-1)} for step {self._step}"
+        reason = "no snapshot was taken" if self._target is RingState.SNAPSHOTTING else missing
+        return self._abandon(f"{reason} within {self._deadline_s:g} s", event.now)
+
+    # ------------------------------------------------------------ the steps of a round
+
+    def _snapshot(self, event: SnapshotTaken) -> list[RingInstruction]:
+        if event.round != self._round or self._target is not RingState.SNAPSHOTTING:
+            return []
+        if not (math.isfinite(event.weight) and event.weight >= 0):
+            raise self._broken(f"the weight of the snapshot of round {event.round} is {event.weight}")
+        self._weight = event.weight
+        self._target = RingState.REDUCING
+        first = self._send(0, self._position % len(self._members), event.weight)
+        return [first, *self._advance(event.now)]
+
+    def _chunk(self, event: ChunkArrived) -> list[RingInstruction]:
+        self._check_chunk(event)
+        current = self._target is not RingState.IDLE and event.round == self._round
+        if not current and event.round <= self._round:
+            return []
+        steps = self._chunks.setdefault(event.round, {})
+        if event.step in steps:
+            raise self._broken(f"step {event.step} of round {event.round} arrived twice")
+        steps[event.step] = event
+        if current:
+            return self._advance(event.now) if self._target is not RingState.SNAPSHOTTING else []
+        out = self._hear(event.round, event.now)
+        if out or self._target in (RingState.IDLE, RingState.APPLYING):
+            return out
+        if len(self._chunks.get(self._round, {})) < self._steps:
+            return self._abandon(f"{self._neighbour(-1)} has left it for round {event.round}", event.now)
+        return []
+
+    def _advance(self, now: float) -> list[RingInstruction]:
+        """Take in the chunks that have arrived, in the order of their steps."""
+        out: list[RingInstruction] = []
+        arrived = self._chunks.get(self._round, {})
+        while self._target is not RingState.APPLYING and self._step in arrived:
+            event = arrived[self._step]
+            reducing = self._step <= self._last_reduce
+            kind = AddChunk if reducing else StoreChunk
+            out.append(kind(round=self._round, step=self._step, chunk=event.chunk))
+            total = event.weight + self._weight if reducing else event.weight
+            if self._step == self._last_reduce:
+                if total <= 0:
+                    return [*out, *self._abandon("no member has consumed samples since the last round", now)]
+                out.append(ScaleChunk(chunk=event.chunk, total_weight=total))
+                self._target = RingState.GATHERING
+            self._step += 1
+            if self._step < self._steps:
+                out.append(self._send(self._step, event.chunk, total))
+            else:
+                out.append(ApplyAverage(round=self._round, total_weight=total))
+                self._target = RingState.APPLYING
+        return out
+
+    def _send(self, step: int, chunk: int, weight: float) -> SendChunk:
+        return SendChunk(peer=self._neighbour(1), round=self._round, step=step, chunk=chunk, weight=weight)
+
+    def _check_chunk(self, event: ChunkArrived) -> None:
+        if not 0 <= event.step < self._steps:
+            raise self._broken(f"step {event.step} of round {event.round} is not one of 0..{self._steps - 1}")
+        if event.chunk != self._expected_chunk(event.step):
+            raise self._broken(
+                f"step {event.step} of round {event.round} brought chunk {event.chunk}, not {self._expected_chunk(event.step)}"
+            )
+        if not (math.isfinite(event.weight) and event.weight >= 0):
+            raise self._broken(f"the weight of step {event.step} of round {event.round} is {event.weight}")
+
+    def _expected_chunk(self, step: int) -> int:
+        """Return the chunk that arrives in `step`: (p - s - 1) mod C in reduce-scatter, (p - (s - (C-1))) mod C in all-gather."""
+        count = len(self._members)
+        return (self._position - step - 1) % count if step <= self._last_reduce else (self._position - (step - count + 1)) % count
+
+    @property
+    def _position(self) -> int:
+        return self._members.index(self._me)
+
+    @property
+    def _last_reduce(self) -> int:
+        return len(self._members) - 2
+
+    @property
+    def _steps(self) -> int:
+        return 2 * (len(self._members) - 1)
+
+    def _neighbour(self, offset: int) -> str:
+        return self._members[(self._position + offset) % len(self._members)]
+
+    def _broken(self, what: str) -> ProtocolError:
+        history = "; ".join(self._machine.history)
+        return ProtocolError(f"{self._name}: {what} ({history})", hint="Run the same version of roost everywhere, then report this.")

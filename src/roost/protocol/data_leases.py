@@ -1,0 +1,236 @@
+"""Exactly-once data: which range of samples belongs to which cluster, and what is done.
+
+An epoch is cut into ranges of one batch each. They are divided among the clusters by share, interleaved over the epoch;
+a cluster that has used up its own takes from whoever has most left, so nobody idles at an epoch's end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from enum import StrEnum
+
+from roost.errors import ProtocolError
+from roost.protocol.machine import StateMachine
+from roost.types import Lease
+
+Range = tuple[int, int]
+"""Positions in the order of an epoch, half-open."""
+
+
+def divide(total: int, shares: Sequence[float]) -> list[int]:
+    """Return `total` split in whole numbers by share, by the method of largest remainders; ties go to the first."""
+    whole = sum(shares)
+    exact = [total * share / whole for share in shares]
+    counts = [int(part) for part in exact]
+    order = sorted(range(len(shares)), key=lambda index: (counts[index] - exact[index], index))
+    for index in order[: total - sum(counts)]:
+        counts[index] += 1
+    return counts
+
+
+def interleave(counts: Sequence[int]) -> list[int]:
+    """Return owners so that owner i appears counts[i] times, each as evenly spread as it can be."""
+    places = [((turn + 0.5) / count, owner) for owner, count in enumerate(counts) for turn in range(count)]
+    return [owner for _, owner in sorted(places)]
+
+
+class RangeQueue:
+    """The ranges of one epoch (or of the validation data) that nobody has leased yet."""
+
+    def __init__(self, clusters: int) -> None:
+        self._own: list[deque[Range]] = [deque() for _ in range(clusters)]
+        self._returned: deque[Range] = deque()
+
+    def fill(self, samples: int, step: int, shares: Sequence[float]) -> None:
+        """Cut `samples` into ranges of `step` and divide them by share."""
+        starts = range(0, samples, step)
+        for start, owner in zip(starts, interleave(divide(len(starts), shares)), strict=True):
+            self._own[owner].append((start, min(start + step, samples)))
+
+    def __len__(self) -> int:
+        return len(self._returned) + sum(len(own) for own in self._own)
+
+    def take(self, cluster: int) -> Range:
+        """Remove and return the next range for `cluster`: returned ones first, then its own, then from the end of the longest."""
+        if self._returned:
+            return self._returned.popleft()
+        if self._own[cluster]:
+            return self._own[cluster].popleft()
+        return max(self._own, key=len).pop()
+
+    def put_back(self, span: Range) -> None:
+        """Make a range available again, before all others."""
+        self._returned.append(span)
+
+
+class LeasePhase(StrEnum):
+    """What the open ranges are for."""
+
+    CLOSED = "closed"
+    TRAINING = "training"
+    EVALUATION = "evaluation"
+
+
+class TrainingOpened:
+    """The epochs up to the next synchronisation point may be leased."""
+
+
+class EvaluationOpened:
+    """The validation data may be leased."""
+
+
+TRANSITIONS: dict[LeasePhase, dict[type[object], LeasePhase | tuple[LeasePhase, ...]]] = {
+    LeasePhase.CLOSED: {TrainingOpened: LeasePhase.TRAINING, EvaluationOpened: LeasePhase.EVALUATION},
+    LeasePhase.TRAINING: {TrainingOpened: LeasePhase.TRAINING, EvaluationOpened: LeasePhase.EVALUATION},
+    LeasePhase.EVALUATION: {TrainingOpened: LeasePhase.TRAINING},
+}
+
+
+class LeaseBook:
+    """Who has which samples. Phases are opened by the caller: training up to a synchronisation point, then evaluation."""
+
+    def __init__(
+        self,
+        samples: int,
+        validation_samples: int,
+        shares: tuple[float, ...],
+        batch_size: int,
+        epochs: int,
+        start_epoch: int,
+        sync_interval: int,
+        evaluate: bool,
+    ) -> None:
+        """`shares` has one entry per cluster; `evaluate` False means that evaluation phases are empty."""
+        self._samples = samples
+        self._validation_samples = validation_samples if evaluate else 0
+        self._shares = shares
+        self._batch_size = batch_size
+        self._epochs = epochs
+        self._sync_interval = sync_interval
+        self._machine = StateMachine("leases", LeasePhase.CLOSED, TRANSITIONS)
+        self._start_epoch = start_epoch
+        self._next_epoch = start_epoch  # the first epoch that has not been cut into ranges
+        self._sync_epoch = start_epoch  # the epoch at which the next synchronisation point stops
+        self._queues: dict[int, RangeQueue] = {}  # epoch -> what is left of it, earliest epoch first
+        self._leased: dict[int, tuple[int, Lease]] = {}  # lease id -> its cluster and the lease, until done
+        self._next_lease = 0
+        self._samples_done = 0
+        self._stopped = False
+
+    @property
+    def phase(self) -> LeasePhase:
+        """What was opened last."""
+        return self._machine.state
+
+    @property
+    def all_done(self) -> bool:
+        """True if everything of the opened phase has been leased and reported done."""
+        return not self._leased and not self._available()
+
+    @property
+    def samples_done(self) -> int:
+        """Training samples reported done."""
+        return self._samples_done
+
+    @property
+    def epochs_done(self) -> float:
+        """Epochs reported done, those of the resumed run included."""
+        return self._start_epoch + self._samples_done / self._samples
+
+    @property
+    def at_end(self) -> bool:
+        """True if every training sample of every epoch is done, or leasing was stopped and all that was leased is done."""
+        everything = self._samples_done == self._samples * (self._epochs - self._start_epoch)
+        return everything or (self._stopped and not self._leased)
+
+    @property
+    def outstanding(self) -> tuple[Lease, ...]:
+        """Leases given and not yet done."""
+        return tuple(lease for _, lease in self._leased.values())
+
+    def open_training(self) -> None:
+        """Make the epochs up to the next synchronisation point available. Raises ProtocolError before the phase is done."""
+        self._check_phase_done()
+        self._machine.move(TrainingOpened())
+        self._sync_epoch = min(self._epochs, (self._next_epoch // self._sync_interval + 1) * self._sync_interval)
+
+    def open_evaluation(self) -> None:
+        """Make the validation samples available (none without evaluation). Raises ProtocolError before the phase is done."""
+        self._check_phase_done()
+        self._machine.move(EvaluationOpened())
+        if self._validation_samples:
+            queue = RangeQueue(len(self._shares))
+            queue.fill(self._validation_samples, self._batch_size, self._shares)
+            self._queues[self._next_epoch] = queue
+
+    def stop(self) -> None:
+        """Lease no more training samples: what is leased may still be reported done."""
+        self._stopped = True
+        if self.phase is LeasePhase.TRAINING:
+            self._queues.clear()
+
+    def request(self, cluster: int, want: int) -> tuple[tuple[Lease, ...], bool]:
+        """Return up to `want` leases for `cluster`, and whether nothing is left to lease in this phase.
+
+        Ranges may become available again when a cluster is released: then those that were told so must be told to ask again.
+        """
+        self._check_cluster(cluster)
+        if want < 1:
+            raise self._broken(f"cluster {cluster} asks for {want} leases")
+        given: list[Lease] = []
+        while len(given) < want and self._available():
+            epoch = min(self._queues)
+            start, stop = self._queues[epoch].take(cluster)
+            if not self._queues[epoch]:
+                del self._queues[epoch]
+            lease = Lease(lease_id=self._next_lease, training=self.phase is LeasePhase.TRAINING, epoch=epoch, start=start, stop=stop)
+            self._leased[lease.lease_id] = (cluster, lease)
+            self._next_lease += 1
+            given.append(lease)
+        return tuple(given), not self._available()
+
+    def done(self, cluster: int, lease_ids: Sequence[int]) -> None:
+        """Record that a cluster has applied these leases. Raises ProtocolError, and records none, if one is not its own."""
+        self._check_cluster(cluster)
+        for lease_id in lease_ids:
+            owner, _ = self._leased.get(lease_id, (None, None))
+            if owner != cluster:
+                what = "is unknown or already done" if owner is None else f"belongs to cluster {owner}"
+                raise self._broken(f"cluster {cluster} reports lease {lease_id}, which {what}")
+        if len(set(lease_ids)) != len(lease_ids):
+            raise self._broken(f"cluster {cluster} reports a lease twice: {list(lease_ids)}")
+        for lease_id in lease_ids:
+            _, lease = self._leased.pop(lease_id)
+            self._samples_done += lease.samples if lease.training else 0
+
+    def release(self, cluster: int) -> tuple[Lease, ...]:
+        """Give the unfinished leases of a lost cluster to the others, and return them."""
+        self._check_cluster(cluster)
+        freed = tuple(lease for owner, lease in self._leased.values() if owner == cluster)
+        for lease in freed:
+            del self._leased[lease.lease_id]
+            if not (self._stopped and lease.training):
+                self._queues.setdefault(lease.epoch, RangeQueue(len(self._shares))).put_back((lease.start, lease.stop))
+        return freed
+
+    def _available(self) -> bool:
+        """Return True if something can be leased; cuts the next epoch once those before it are all leased."""
+        training = self.phase is LeasePhase.TRAINING and not self._stopped
+        if not self._queues and training and self._next_epoch < self._sync_epoch:
+            queue = RangeQueue(len(self._shares))
+            queue.fill(self._samples, self._batch_size, self._shares)
+            self._queues[self._next_epoch] = queue
+            self._next_epoch += 1
+        return bool(self._queues)
+
+    def _check_phase_done(self) -> None:
+        if not self.all_done:
+            raise self._broken(f"the phase {self.phase} is not done: {len(self._leased)} leases are out")
+
+    def _check_cluster(self, cluster: int) -> None:
+        if not 0 <= cluster < len(self._shares):
+            raise self._broken(f"cluster {cluster} is not one of the {len(self._shares)} clusters of the plan")
+
+    def _broken(self, what: str) -> ProtocolError:
+        return ProtocolError(f"leases: {what}", hint="Run the same version of roost everywhere, then report this.")

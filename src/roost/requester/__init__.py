@@ -1,0 +1,1 @@
+"""The requester's side: serves graph, weights and samples, receives checkpoints."""

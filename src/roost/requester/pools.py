@@ -1,0 +1,238 @@
+"""Where agents come from: a coordinator's address that people join, or processes on this machine.
+
+A pool is entered for one run: it yields who the requester is and where the coordinator is, and cleans up behind itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import getpass
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from roost.config import NodeOptions, check_identifier, parse_bytes, require
+from roost.errors import CredentialsError, DeadlineError, RoostError, StageFailedError
+from roost.transport.credentials import Credentials
+from roost.transport.enrolment_client import enrol, load
+from roost.types import Peer
+
+logger = logging.getLogger(__name__)
+
+START_S = 60.0
+STOP_S = 10.0
+LOG_TAIL = 15
+"""Lines of a dead process's log that its error quotes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """What a pool gives the requester."""
+
+    credentials: Credentials
+    coordinator: Peer
+    host: str
+    """Address the requester listens on; empty means the one the coordinator is reached from."""
+    wait_nodes: int
+    """Nodes to wait for before planning."""
+
+
+class Pool(Protocol):
+    """Where agents come from."""
+
+    def enter(self, *, on_failure: Callable[[RoostError], None]) -> contextlib.AbstractAsyncContextManager[Membership]:
+        """Return a context in which the pool can be used; `on_failure` hears of a pool that breaks meanwhile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemotePool:
+    """A coordinator that somebody started with `roost coordinator`."""
+
+    address: str
+    """host:port that `roost coordinator` printed."""
+    token: str = ""
+    """A one-time requester token; not needed again once this machine has enrolled."""
+    nodes: int = 1
+    """Nodes to wait for."""
+    state_dir: str = ""
+    """Where the requester's certificate for this coordinator is kept."""
+
+    def __post_init__(self) -> None:
+        require(":" in self.address, f"pool address {self.address!r} must be host:port")
+        require(self.nodes >= 1, "nodes must be at least 1")
+
+    @contextlib.asynccontextmanager
+    async def enter(self, *, on_failure: Callable[[RoostError], None]) -> AsyncIterator[Membership]:
+        """Enrol with the token, or use the certificate of an earlier enrolment. Raises SecurityError."""
+        directory = Path(self.state_dir) if self.state_dir else requester_dir(self.address)
+        if self.token:
+            enrolment = await enrol(self.address, self.token, name=_requester_name(), state_dir=directory)
+        else:
+            try:
+                enrolment = load(directory)
+            except CredentialsError as error:
+                raise CredentialsError(f"this machine has not enrolled with {self.address}: {error.message}") from error
+        yield Membership(credentials=enrolment.credentials, coordinator=enrolment.coordinator, host="", wait_nodes=self.nodes)
+
+
+class LocalPool:
+    """A coordinator and agents as processes of this machine, on loopback; they end with the run or with this process."""
+
+    def __init__(self, nodes: Sequence[NodeOptions], *, state_dir: str = "") -> None:
+        self._nodes = tuple(nodes)
+        self._state_dir = state_dir
+        self._processes: list[ChildProcess] = []
+
+    @property
+    def size(self) -> int:
+        return len(self._nodes)
+
+    @contextlib.asynccontextmanager
+    async def enter(self, *, on_failure: Callable[[RoostError], None]) -> AsyncIterator[Membership]:
+        """Start all processes; stop them at the end. Raises StageFailedError if one does not start."""
+        root = Path(self._state_dir) if self._state_dir else Path(tempfile.mkdtemp(prefix="roost-local-"))
+        root.mkdir(parents=True, exist_ok=True)
+        try:
+            yield await self._start(root, on_failure)
+        finally:
+            await asyncio.gather(*(process.stop() for process in reversed(self._processes)))
+            self._processes.clear()
+            if not self._state_dir:
+                shutil.rmtree(root, ignore_errors=True)
+
+    async def _start(self, root: Path, on_failure: Callable[[RoostError], None]) -> Membership:
+        coordinator = ChildProcess("coordinator", root / "coordinator.log", on_failure)
+        self._processes.append(coordinator)
+        arguments = ["coordinator", "--json", "--port", "0", "--state-dir", str(root / "coordinator")]
+        await coordinator.start([*arguments, "--tokens", str(len(self._nodes)), "--exit-with-parent"], {})
+        ready = await coordinator.first_line()
+        for index, options in enumerate(self._nodes):
+            name = options.name or f"node-{index + 1}"
+            process = ChildProcess(name, root / f"{name}.log", on_failure)
+            self._processes.append(process)
+            environment = {"ROOST_TOKEN": ready["node_tokens"][index], "OMP_NUM_THREADS": str(options.threads)}
+            await process.start(_join_arguments(ready["address"], name, options, root), environment)
+        enrolment = await enrol(ready["address"], ready["requester_token"], name="requester", state_dir=root / "requester")
+        return Membership(
+            credentials=enrolment.credentials, coordinator=enrolment.coordinator, host="127.0.0.1", wait_nodes=len(self._nodes)
+        )
+
+
+def _join_arguments(address: str, name: str, options: NodeOptions, root: Path) -> list[str]:
+    arguments = ["join", address, "--name", name, "--state-dir", str(root / name), "--host", "127.0.0.1", "--exit-with-parent"]
+    arguments += ["--threads", str(options.threads)]
+    memory = parse_bytes(options.memory)
+    if memory:
+        arguments += ["--memory", str(memory)]
+    if options.relative_speed < 1:
+        arguments += ["--relative-speed", str(options.relative_speed)]
+    if options.uplink_mbit:
+        arguments += ["--uplink-mbit", str(options.uplink_mbit)]
+    return [*arguments, *options.extra]
+
+
+class ChildProcess:
+    """One `roost` process that ends when this process does: it watches the pipe that is its standard input."""
+
+    def __init__(self, name: str, log: Path, on_failure: Callable[[RoostError], None]) -> None:
+        self._name = name
+        self._log = log
+        self._on_failure = on_failure
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    async def start(self, arguments: list[str], environment: dict[str, str]) -> None:
+        """Start it with the arguments of `roost`; standard error goes to the log file."""
+        with self._log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "roost",
+                *arguments,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **environment},
+                # Ctrl+C is for the requester, who then stops its processes in order.
+                start_new_session=True,
+            )
+        self._watch = asyncio.create_task(self._report_end(), name=f"watch-{self._name}")
+
+    async def first_line(self) -> dict[str, Any]:
+        """Return the JSON object of its first line. Raises StageFailedError if it ends or is silent."""
+        assert self._process is not None and self._process.stdout is not None, "start() first"
+        try:
+            async with asyncio.timeout(START_S):
+                line = await self._process.stdout.readline()
+        except TimeoutError:
+            raise DeadlineError(f"the {self._name} process was not ready after {START_S:.0f} s") from None
+        if not line:
+            raise StageFailedError(f"the {self._name} process ended at once; its log ends with:\n{self._tail()}")
+        return json.loads(line)
+
+    async def stop(self) -> None:
+        """Ask it to end by closing its standard input, then insist."""
+        self._stopping = True
+        process = self._process
+        if process is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(STOP_S):
+                await process.wait()
+        except TimeoutError:
+            logger.warning("process_killed name=%s", self._name)
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        if self._watch is not None:
+            await self._watch
+
+    async def _report_end(self) -> None:
+        assert self._process is not None
+        code = await self._process.wait()
+        if not self._stopping:
+            self._on_failure(StageFailedError(f"the {self._name} process ended (exit code {code}); its log ends with:\n{self._tail()}"))
+
+    def _tail(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        return "\n".join(f"    {line}" for line in lines[-LOG_TAIL:])
+
+
+def local(nodes: int | Sequence[NodeOptions | dict[str, object]] = 2, *, state_dir: str = "") -> LocalPool:
+    """Return a pool of processes on this machine.
+
+    `nodes` is a number of equal nodes, or one NodeOptions (or a dict of its fields) per node. With `state_dir` the
+    processes' logs and keys stay there; otherwise they are in a temporary directory that is removed.
+    """
+    if isinstance(nodes, int):
+        require(1 <= nodes <= 256, f"a local pool has 1 to 256 nodes, not {nodes}")
+        return LocalPool([NodeOptions() for _ in range(nodes)], state_dir=state_dir)
+    require(len(nodes) > 0, "a local pool needs at least one node")
+    options = [node if isinstance(node, NodeOptions) else NodeOptions(**node) for node in nodes]  # type: ignore[arg-type]
+    names = [option.name or f"node-{index + 1}" for index, option in enumerate(options)]
+    require(len(set(names)) == len(names), f"two nodes of the local pool have the same name: {sorted(names)}")
+    return LocalPool(options, state_dir=state_dir)
+
+
+def requester_dir(address: str) -> Path:
+    """Return the folder where this user's requester certificate for a coordinator is kept."""
+    return Path.home() / ".roost" / "requester" / address.replace(":", "_").replace("/", "_")
+
+
+def _requester_name() -> str:
+    name = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{getpass.getuser()}-{socket.gethostname()}")[:64]
+    check_identifier(name, "requester name")
+    return name

@@ -1,0 +1,357 @@
+"""A run: one job on one pool, driven from a thread of the requester's process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import socket
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from roost import messages as m
+from roost.checkpoint.reader import load
+from roost.checkpoint.writer import CheckpointWriter
+from roost.config import JobConfig, TransportConfig
+from roost.errors import (
+    CheckpointError,
+    JobRefusedError,
+    MalformedMessageError,
+    RoostError,
+    StageFailedError,
+    TransportError,
+    error_from_code,
+)
+from roost.messages import JobState, encode_record
+from roost.metrics.events import JsonLines
+from roost.metrics.rates import ClusterProgress, RateMeter
+from roost.requester.data import SampleSource
+from roost.requester.pools import Membership, Pool
+from roost.requester.service import RequesterService
+from roost.transport.grpc_transport import GrpcTransport
+from roost.types import EpochResult, ModelProfile, NodeProfile, Peer, Plan
+
+logger = logging.getLogger(__name__)
+
+SUBMIT_MARGIN_S = 120.0
+"""Time for probing links and planning, on top of the time nodes have to join."""
+HEARTBEAT_S = 1.0
+LOST_AFTER_FAILURES = 10
+KEPT_CHECKPOINTS = 3
+
+
+def new_job_id(name: str) -> str:
+    """Return a unique job id that starts with `name`."""
+    plain = re.sub(r"[^A-Za-z0-9_-]", "-", name)[:40].strip("-_") or "job"
+    return f"{plain}-{secrets.token_hex(3)}"
+
+
+class Observer(Protocol):
+    """Watches a run, for example to draw its progress; called on the run's own thread."""
+
+    def planned(self, plan: Plan, nodes: tuple[NodeProfile, ...]) -> None:
+        """The plan is made."""
+
+    def updated(self, metrics: RunMetrics) -> None:
+        """Something has moved on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPackage:
+    """A captured job, ready to be submitted."""
+
+    config: JobConfig
+    graph: bytes
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    optimizer: dict[str, Tensor]
+    profile: ModelProfile
+    training: SampleSource
+    validation: SampleSource | None
+    directory: Path
+    resume: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunMetrics:
+    """Where a run is."""
+
+    state: JobState
+    epochs_done: float
+    epochs: int
+    elapsed_s: float
+    """Since training started."""
+    samples: int
+    """Training samples that have been applied, all clusters together."""
+    samples_per_s: float
+    """Average since training started."""
+    clusters: tuple[ClusterProgress, ...]
+    history: tuple[EpochResult, ...]
+    bytes_sent: int
+    """By all nodes, over all links."""
+    averaging_rounds: int
+    """Finished by the ring that has finished most."""
+    cpu_s: float
+    """CPU seconds of all nodes since the job started."""
+    staleness_max: int
+
+
+class Run:
+    """A running job. Made by roost.train()."""
+
+    def __init__(self, package: JobPackage, pool: Pool, *, observer: Observer | None, wait_s: float) -> None:
+        self._package = package
+        self._pool = pool
+        self._observer = observer
+        self._wait_s = wait_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: Future[None] | None = None
+        self._planned = threading.Event()
+        self._ended = threading.Event()
+        self._over: asyncio.Event | None = None
+        self._cancel: asyncio.Event | None = None
+        self._update: m.JobUpdate | None = None
+        self._meter = RateMeter()
+        self._progress: tuple[ClusterProgress, ...] = ()
+        self._error: RoostError | None = None
+        self._events = JsonLines(package.directory / "events.jsonl")
+        self.plan: Plan | None = None
+        self.nodes: tuple[NodeProfile, ...] = ()
+
+    # ------------------------------------------------------------ for users
+
+    @property
+    def job_id(self) -> str:
+        return self._package.config.job_id
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest checkpoint of this run, None before the first."""
+        history = self._update.history if self._update is not None else ()
+        paths = [result.checkpoint for result in history if result.checkpoint is not None]
+        return Path(paths[-1]) if paths else None
+
+    def start(self) -> None:
+        """Submit the job; returns once the plan is made. Raises RoostError if it is refused."""
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"roost-run-{self.job_id}")
+        self._thread = executor.submit(self._main)
+        executor.shutdown(wait=False)
+        try:
+            self._planned.wait()
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        self._raise_error()
+
+    def wait(self, timeout: float | None = None) -> Run:
+        """Wait for the end and return this run. Ctrl+C stops it cleanly, with a checkpoint; a second one gives up.
+
+        Raises the RoostError the job failed with, and TimeoutError if it is not over after `timeout` seconds.
+        """
+        try:
+            finished = self._ended.wait(timeout)
+        except KeyboardInterrupt:
+            logger.warning("stopping job=%s", self.job_id)
+            self.stop()
+            finished = self._wait_or_give_up(timeout)
+        if not finished:
+            raise TimeoutError(f"job {self.job_id} is not over after {timeout} s")
+        self._raise_error()
+        return self
+
+    def _wait_or_give_up(self, timeout: float | None) -> bool:
+        try:
+            return self._ended.wait(timeout)
+        except KeyboardInterrupt:
+            if self._loop is not None and self._over is not None:
+                self._loop.call_soon_threadsafe(self._over.set)
+            raise
+
+    def stop(self) -> None:
+        """Ask the job to stop as soon as what was begun is done, and to save a checkpoint; wait() returns after that."""
+        if self._loop is not None and self._cancel is not None and not self._ended.is_set():
+            self._loop.call_soon_threadsafe(self._cancel.set)
+
+    @property
+    def stopped(self) -> bool:
+        """True if the run was stopped before all epochs were done."""
+        return self._update is not None and self._update.cancelled
+
+    def metrics(self) -> RunMetrics:
+        """Return where the run is now."""
+        update = self._update
+        stages = update.metrics if update is not None else ()
+        firsts = [stage for stage in stages if stage.stage == 0]
+        samples = sum(stage.samples for stage in firsts)
+        elapsed = update.elapsed_s if update is not None else 0.0
+        rings = {node: sum(node in ring.members for ring in self.plan.rings) for node in (s.node_id for s in stages)} if self.plan else {}
+        return RunMetrics(
+            state=update.state if update is not None else JobState.SUBMITTED,
+            epochs_done=update.epochs_done if update is not None else 0.0,
+            epochs=self._package.config.epochs,
+            elapsed_s=elapsed,
+            samples=samples,
+            samples_per_s=samples / elapsed if elapsed > 0 else 0.0,
+            clusters=self._progress,
+            history=update.history if update is not None else (),
+            bytes_sent=sum(stage.bytes_sent for stage in stages),
+            averaging_rounds=max((stage.rounds // rings[stage.node_id] for stage in stages if rings.get(stage.node_id)), default=0),
+            cpu_s=sum(stage.cpu_s for stage in stages),
+            staleness_max=max((stage.staleness_max for stage in stages), default=0),
+        )
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model of the newest checkpoint, under the model's own names. Raises CheckpointError."""
+        path = self.checkpoint
+        if path is None:
+            raise CheckpointError(f"job {self.job_id} has no checkpoint yet", hint="Call wait() first, or stop() for one now.")
+        return load(path).model
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._ended.is_set() and self._thread is not None and (error := self._thread.exception()) is not None:
+            while isinstance(error, BaseExceptionGroup):
+                error = error.exceptions[0]
+            raise error
+
+    # ------------------------------------------------------------ the thread
+
+    def _main(self) -> None:
+        try:
+            asyncio.run(self._session())
+        finally:
+            self._events.close()
+            self._ended.set()
+            self._planned.set()
+
+    async def _session(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._over, self._cancel = asyncio.Event(), asyncio.Event()
+        async with self._pool.enter(on_failure=self._fail) as membership:
+            transport = GrpcTransport(membership.credentials, TransportConfig(), host=membership.host or _own_host(membership))
+            service = self._service()
+            await transport.start(service)
+            try:
+                await self._drive(transport, service, membership)
+            finally:
+                await transport.stop()
+                service.close()
+
+    async def _drive(self, transport: GrpcTransport, service: RequesterService, membership: Membership) -> None:
+        coordinator = membership.coordinator
+        heartbeats = asyncio.create_task(self._send_heartbeats(transport, coordinator), name="heartbeats")
+        submit = asyncio.create_task(self._submit(transport, service, membership), name="submit")
+        cancel = asyncio.create_task(self._pass_cancel_on(transport, coordinator), name="cancel")
+        assert self._over is not None
+        over = asyncio.create_task(self._over.wait(), name="over")
+        try:
+            await asyncio.wait({submit, over}, return_when=asyncio.FIRST_COMPLETED)
+            if submit.done():
+                submit.result()
+                await over
+        finally:
+            for task in (heartbeats, submit, cancel, over):
+                task.cancel()
+            await asyncio.gather(heartbeats, submit, cancel, over, return_exceptions=True)
+
+    def _service(self) -> RequesterService:
+        package = self._package
+        return RequesterService(
+            config=package.config,
+            graph=package.graph,
+            tensors=package.tensors,
+            optimizer=package.optimizer,
+            training=package.training,
+            validation=package.validation,
+            writer=CheckpointWriter(package.directory, keep=KEPT_CHECKPOINTS),
+            manifest=self._manifest,
+            on_update=self._take_update,
+        )
+
+    async def _submit(self, transport: GrpcTransport, service: RequesterService, membership: Membership) -> None:
+        request = m.SubmitJob(
+            protocol_version=m.PROTOCOL_VERSION,
+            torch_version=torch.__version__,
+            config=self._package.config,
+            profile=self._package.profile,
+            requester=Peer(peer_id=transport.peer_id, address=transport.address),
+            wait_nodes=membership.wait_nodes,
+            wait_s=self._wait_s,
+            resume=self._package.resume,
+        )
+        reply = (await transport.call(membership.coordinator, request, deadline_s=self._wait_s + SUBMIT_MARGIN_S)).message
+        if not isinstance(reply, m.JobAccepted):
+            raise MalformedMessageError(f"the coordinator answered a job with {type(reply).__name__}")
+        self.plan, self.nodes = reply.plan, reply.nodes
+        service.set_plan(reply.plan)
+        self._events.write("planned", plan=encode_record(reply.plan))
+        if self._observer is not None:
+            self._observer.planned(reply.plan, reply.nodes)
+        self._planned.set()
+
+    async def _send_heartbeats(self, transport: GrpcTransport, coordinator: Peer) -> None:
+        failures = 0
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            try:
+                await transport.call(coordinator, m.RequesterHeartbeat(job_id=self.job_id))
+                failures = 0
+            except JobRefusedError:
+                failures += self._planned.is_set()
+            except TransportError as error:
+                failures += 1
+                logger.warning("coordinator_unreachable job=%s error=%s", self.job_id, error.message)
+            if failures >= LOST_AFTER_FAILURES:
+                self._fail(StageFailedError(f"the coordinator {coordinator.address} has not answered for {failures} heartbeats"))
+                return
+
+    async def _pass_cancel_on(self, transport: GrpcTransport, coordinator: Peer) -> None:
+        assert self._cancel is not None
+        await self._cancel.wait()
+        await transport.call(coordinator, m.CancelJob(job_id=self.job_id))
+
+    def _take_update(self, update: m.JobUpdate) -> None:
+        self._update = update
+        self._progress = self._meter.progress(update.metrics, update.elapsed_s)
+        metrics = self.metrics()
+        self._events.write("progress", **encode_record(metrics))
+        if self._observer is not None:
+            self._observer.updated(metrics)
+        if update.error is not None:
+            self._fail(error_from_code(update.error.code, update.error.message, update.error.hint))
+        elif update.state is JobState.DONE and self._over is not None:
+            self._over.set()
+
+    def _fail(self, error: RoostError) -> None:
+        if self._error is None:
+            self._error = error
+        if self._over is not None:
+            self._over.set()
+
+    def _manifest(self, message: m.FinishCheckpoint) -> dict[str, Any]:
+        return {
+            "job": encode_record(self._package.config),
+            "epoch": message.epoch,
+            "updates": message.updates,
+            "aliases": dict(self._package.aliases),
+            "model_tensors": sorted(self._package.tensors),
+            "torch_version": torch.__version__,
+            "plan": encode_record(message.plan),
+        }
+
+
+def _own_host(membership: Membership) -> str:
+    """Return this machine's address on the way to the coordinator."""
+    host, _, port = membership.coordinator.address.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return str(probe.getsockname()[0])
+

@@ -1,0 +1,1 @@
+"""Carries messages between peers: one narrow interface, an in-process twin, and gRPC with mutual TLS."""

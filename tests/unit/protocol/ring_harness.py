@@ -1,0 +1,148 @@
+"""A ring whose tensors are exact fractions and whose network delivers in any order that keeps each link's own order."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from roost.protocol.averaging_round import (
+    AbandonRound,
+    AddChunk,
+    ApplyAverage,
+    AverageApplied,
+    ChunkArrived,
+    OpenReceived,
+    RingEvent,
+    RingInstruction,
+    RingMember,
+    ScaleChunk,
+    SendChunk,
+    SendOpen,
+    SnapshotTaken,
+    StartRequested,
+    StoreChunk,
+    TakeSnapshot,
+)
+
+Sent = tuple[SendOpen | SendChunk, Fraction]
+
+
+@dataclass
+class Shell:
+    """What a node does for its ring member: performs instructions on exact numbers."""
+
+    member: RingMember
+    values: list[Fraction]
+    weight: int
+    snapshot: list[Fraction] = field(default_factory=list)
+    local: list[Fraction] = field(default_factory=list)
+    buffers: dict[tuple[int, int], Fraction] = field(default_factory=dict)
+    pending: deque[TakeSnapshot | ApplyAverage] = field(default_factory=deque)
+    applied: list[int] = field(default_factory=list)
+    abandoned: list[AbandonRound] = field(default_factory=list)
+
+    def perform(self, instructions: list[RingInstruction]) -> list[Sent]:
+        """Carry out what is local at once, queue what waits for an update, and return what must be sent."""
+        sent: list[Sent] = []
+        for instruction in instructions:
+            match instruction:
+                case SendOpen():
+                    sent.append((instruction, Fraction(0)))
+                case SendChunk():
+                    sent.append((instruction, self.local[instruction.chunk]))
+                case AddChunk():
+                    self.local[instruction.chunk] += self.buffers.pop((instruction.round, instruction.step))
+                case StoreChunk():
+                    self.local[instruction.chunk] = self.buffers.pop((instruction.round, instruction.step))
+                case ScaleChunk():
+                    self.local[instruction.chunk] /= int(instruction.total_weight)
+                case TakeSnapshot() | ApplyAverage():
+                    self.pending.append(instruction)
+                case AbandonRound():
+                    self.abandoned.append(instruction)
+                    self.pending.clear()
+        self.buffers = {key: value for key, value in self.buffers.items() if self.member.wants(key[0])}
+        return sent
+
+    def between_updates(self, now: float) -> list[Sent]:
+        """Carry out what was waiting for the end of an update."""
+        instruction = self.pending.popleft()
+        if isinstance(instruction, TakeSnapshot):
+            self.snapshot = list(self.values)
+            self.local = [value * self.weight for value in self.values]
+            return self.perform(self.member.handle(SnapshotTaken(round=instruction.round, weight=self.weight, now=now)))
+        self.values = [value + mean - old for value, mean, old in zip(self.values, self.local, self.snapshot, strict=True)]
+        self.applied.append(instruction.round)
+        return self.perform(self.member.handle(AverageApplied(round=instruction.round, now=now)))
+
+
+class Ring:
+    """Members, links that each keep their order, and a random choice of what happens next."""
+
+    def __init__(self, size: int, seed: int, deadline_s: float = 1000.0) -> None:
+        self.rng = random.Random(seed)
+        self.names = tuple(f"node-{index}" for index in range(size))
+        self.shells = {
+            name: Shell(
+                member=RingMember(0, self.names, name, deadline_s),
+                values=[Fraction(self.rng.randrange(-50, 50)) for _ in range(size)],
+                weight=self.rng.randrange(1, 9),
+            )
+            for name in self.names
+        }
+        self.links: dict[tuple[str, str], deque[Sent]] = {}
+        self.now = 0.0
+        self.dead: set[str] = set()
+
+    def mean(self) -> list[Fraction]:
+        total = sum(shell.weight for shell in self.shells.values())
+        return [
+            sum((shell.values[index] * shell.weight for shell in self.shells.values()), Fraction(0)) / total
+            for index in range(len(self.names))
+        ]
+
+    def give(self, name: str, event: RingEvent) -> None:
+        """Hand an event to a member and carry out its answer."""
+        shell = self.shells[name]
+        self.post(name, shell.perform(shell.member.handle(event)))
+
+    def post(self, name: str, sent: list[Sent]) -> None:
+        for message in sent:
+            self.links.setdefault((name, message[0].peer), deque()).append(message)
+
+    def start(self, name: str, order: int = 0) -> None:
+        self.give(name, StartRequested(now=self.now, order=order))
+
+    def deliver(self, link: tuple[str, str]) -> None:
+        instruction, value = self.links[link].popleft()
+        target = link[1]
+        if target in self.dead:
+            return
+        if isinstance(instruction, SendOpen):
+            self.give(target, OpenReceived(round=instruction.round, now=self.now))
+            return
+        self.shells[target].buffers[(instruction.round, instruction.step)] = value
+        event = ChunkArrived(
+            round=instruction.round, step=instruction.step, chunk=instruction.chunk, weight=instruction.weight, now=self.now
+        )
+        self.give(target, event)
+
+    def step(self) -> bool:
+        """Let one thing happen, chosen at random; return False if nothing can."""
+        moves: list[tuple[str, str]] = [link for link, queue in self.links.items() if queue]
+        moves += [(name, "") for name, shell in self.shells.items() if shell.pending and name not in self.dead]
+        if not moves:
+            return False
+        source, target = self.rng.choice(moves)
+        if target:
+            self.deliver((source, target))
+        else:
+            self.post(source, self.shells[source].between_updates(self.now))
+        return True
+
+    def settle(self) -> None:
+        """Let everything happen that can without the passing of time."""
+        while self.step():
+            pass

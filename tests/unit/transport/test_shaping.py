@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from roost.transport.meter import Meter
+from roost.transport.shaping import BURST_S, TokenBucket
+
+
+def test_without_a_rate_nothing_waits() -> None:
+    assert TokenBucket(0).reserve(10**12, now=5.0) == 0.0
+
+
+def test_a_reservation_waits_for_all_that_were_made_before() -> None:
+    bucket = TokenBucket(1000)
+    first, second = bucket.reserve(500, now=10.0), bucket.reserve(500, now=10.0)
+    assert first == pytest.approx(0.5 - BURST_S)
+    assert second == pytest.approx(1.0 - BURST_S)
+
+
+def test_idle_time_saves_up_no_more_than_a_burst() -> None:
+    bucket = TokenBucket(1000)
+    bucket.reserve(500, now=10.0)
+    assert bucket.reserve(500, now=100.0) == pytest.approx(0.5 - BURST_S)
+
+
+def test_the_rate_holds_over_many_small_reservations() -> None:
+    bucket, now = TokenBucket(1_000_000), 0.0
+    for _ in range(1000):
+        now += bucket.reserve(1000, now)
+    assert now == pytest.approx(1.0 - BURST_S)
+
+
+def test_a_meter_counts_both_directions() -> None:
+    async def scene() -> Meter:
+        meter = Meter(0)
+        await meter.sending(10)
+        meter.message_sent()
+        meter.received(20)
+        meter.received(5)
+        meter.message_received()
+        return meter
+
+    traffic = asyncio.run(scene()).traffic
+    assert (traffic.bytes_sent, traffic.messages_sent, traffic.bytes_received, traffic.messages_received) == (10, 1, 25, 1)
