@@ -18,9 +18,10 @@ from roost.capture.graph_format import to_bytes
 from roost.capture.profiling import profile
 from roost.checkpoint.reader import Checkpoint, load
 from roost.config import ArgumentValue, JobConfig, NamedArguments, require
-from roost.errors import CheckpointMismatchError, InvalidConfigError
+from roost.errors import InvalidConfigError
 from roost.pipeline.optimizer import check_optimizer
 from roost.pipeline.probe import measure
+from roost.pipeline.tensor_bytes import spec_of
 from roost.requester.data import SampleSource, example_batch
 from roost.requester.pools import Pool, RemotePool
 from roost.requester.run import JobPackage, Observer, Run, new_job_id
@@ -35,6 +36,8 @@ class Defaults:
 
     pool: Pool | None = None
     observer: Observer | None = None
+    runs: list[Run] = field(default_factory=list)
+    """Every run the script starts is added here."""
 
 
 DEFAULTS: contextvars.ContextVar[Defaults | None] = contextvars.ContextVar("roost_defaults", default=None)
@@ -115,6 +118,7 @@ def train(
     package = prepare(job, resume=resume)
     run = Run(package, chosen, observer=observer or defaults.observer, wait_s=wait_s)
     run.start()
+    defaults.runs.append(run)
     return run
 
 
@@ -136,6 +140,7 @@ def prepare(job: Job, *, resume: str | Path | None = None) -> JobPackage:
         config=config,
         graph=to_bytes(captured.graph),
         tensors=captured.tensors,
+        extras=frozenset(captured.extras),
         aliases=captured.aliases,
         optimizer=checkpoint.optimizer if checkpoint is not None else {},
         profile=model_profile,
@@ -152,8 +157,8 @@ def _profile(captured: Captured, inputs: tuple[Tensor, ...], labels: tuple[Tenso
 
 
 def _config(job: Job, samples: int, validation_samples: int, checkpoint: Checkpoint | None) -> JobConfig:
-    start_epoch = int(checkpoint.manifest["epoch"]) if checkpoint is not None else 0
-    start_updates = int(checkpoint.manifest["updates"]) if checkpoint is not None else 0
+    start_epoch = checkpoint.manifest.contents.epoch if checkpoint is not None else 0
+    start_updates = checkpoint.manifest.contents.updates if checkpoint is not None else 0
     if checkpoint is not None and start_epoch >= job.epochs:
         raise InvalidConfigError(f"the checkpoint has done {start_epoch} epochs, the job asks for {job.epochs}", hint="Raise epochs.")
     require(samples > 0, "the training data is empty")
@@ -183,11 +188,6 @@ def _named(name: str, arguments: Mapping[str, ArgumentValue | list[float]]) -> N
 
 
 def _with_tensors(captured: Captured, checkpoint: Checkpoint) -> Captured:
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in captured.tensors.items():
-        saved = checkpoint.model.get(name)
-        if saved is None or saved.shape != tensor.shape or saved.dtype != tensor.dtype:
-            found = "no such tensor" if saved is None else f"{saved.dtype} {tuple(saved.shape)}"
-            raise CheckpointMismatchError(f"the model has {name!r} as {tensor.dtype} {tuple(tensor.shape)}, the checkpoint has {found}")
-        tensors[name] = saved
-    return dataclasses.replace(captured, tensors=tensors)
+    kept = {name: tensor for name, tensor in captured.tensors.items() if name not in captured.extras}
+    checkpoint.check_model(spec_of(name, tensor) for name, tensor in kept.items())
+    return dataclasses.replace(captured, tensors={**captured.tensors, **{name: checkpoint.model[name] for name in kept}})

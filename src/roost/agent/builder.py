@@ -48,10 +48,9 @@ async def build_stage(
             program,
             tensors,
             assignment.config,
-            share=assignment.cluster.share,
-            device=device,
+            assignment.cluster.share,
+            device,
             carries_rng=later_draw,
-            seeds_rng=program.draws_random or later_draw,
         )
         if optimizer:
             runner.load_optimizer_state(optimizer)

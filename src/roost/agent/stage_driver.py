@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +21,7 @@ from roost.agent.outbox import Outbox
 from roost.agent.ring_driver import RingDriver
 from roost.errors import MalformedMessageError, RoostError, StageFailedError
 from roost.pipeline.program_interface import RunnableProgram
-from roost.pipeline.stage_runner import StageRunner
+from roost.pipeline.stage_runner import StageRunner, add_gradients
 from roost.pipeline.tensor_bytes import from_buffer, spec_of, to_buffer
 from roost.protocol import pipeline_schedule as schedules
 from roost.transport.interface import Buffer, Transport
@@ -81,7 +84,7 @@ class StageDriver:
         self._outbox = Outbox(transport, on_failure=on_failure)
         self._feeder = Feeder(assignment, transport, inject=self._inject) if assignment.is_first else None
         self._arrivals: dict[int, Arrivals] = {}
-        self._gradients: dict[int, dict[int, Tensor]] = {}
+        self._gradients: dict[int, dict[int, dict[int, Tensor]]] = {}
         self._work: asyncio.Queue[schedules.Computation] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._counters = Counters()
@@ -100,7 +103,7 @@ class StageDriver:
                 node_id=self.assignment.node_id,
                 peers=self.assignment.peers,
                 transport=self._transport,
-                snapshot=lambda names=segment.tensors: self._snapshot(names),
+                snapshot=partial(self._snapshot, segment.tensors),
                 apply=self._apply_average,
             )
         self._spawn(self._compute_in_order(), "compute")
@@ -121,8 +124,8 @@ class StageDriver:
         if self._feeder is not None:
             self._feeder.go()
 
-    def _spawn(self, work: object, name: str) -> None:
-        task = asyncio.create_task(work, name=f"{name}-{self.assignment.job_id}")  # type: ignore[arg-type]
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=f"{name}-{self.assignment.job_id}")
         task.add_done_callback(self._task_ended)
         self._tasks.append(task)
 
@@ -140,8 +143,15 @@ class StageDriver:
         self._handle(schedules.ValuesArrived(micro_batch=micro_batch, source=schedules.DATA))
 
     def activation_arrived(self, sender: str, message: m.Activation, buffers: Sequence[Buffer]) -> None:
-        """Take values from an earlier stage. Raises MalformedMessageError if they are not what that stage sends."""
+        """Take values from an earlier stage. Raises MalformedMessageError if the sender does not run it.
+
+        What that stage sends wrongly ends the job: the micro-batch would be missing for ever.
+        """
         self._check_stage(sender, message.source_stage, self._sources)
+        with self._fatal():
+            self._take_values(message, buffers)
+
+    def _take_values(self, message: m.Activation, buffers: Sequence[Buffer]) -> None:
         expected = self._program.receives.get(message.source_stage, ())
         named = self._tensors(message.values, buffers[1:] if message.rng else buffers, expected)
         arrivals = self._arrivals.setdefault(message.micro_batch.number, Arrivals())
@@ -151,17 +161,26 @@ class StageDriver:
         self._handle(schedules.ValuesArrived(micro_batch=message.micro_batch, source=message.source_stage))
 
     def gradient_arrived(self, sender: str, message: m.Gradient, buffers: Sequence[Buffer]) -> None:
-        """Take gradients from a later stage. Raises MalformedMessageError if they are for values it was not sent."""
+        """Take gradients from a later stage. Raises MalformedMessageError if the sender does not run it."""
         if self._feeder is not None and message.source_stage == len(self.assignment.cluster.stages) - 1 and message.evaluation:
             self._check_stage(sender, message.source_stage, frozenset({message.source_stage}))
             self._feeder.evaluated()
             return
         self._check_stage(sender, message.source_stage, self._targets)
+        with self._fatal():
+            self._take_gradients(message, buffers)
+
+    @contextlib.contextmanager
+    def _fatal(self) -> Iterator[None]:
+        try:
+            yield
+        except RoostError as error:
+            self._on_failure(error)
+
+    def _take_gradients(self, message: m.Gradient, buffers: Sequence[Buffer]) -> None:
         allowed = self._program.sends.get(message.source_stage, ())
         named = self._tensors(message.values, buffers, allowed)
-        gradients = self._gradients.setdefault(message.micro_batch, {})
-        for value, gradient in named.items():
-            gradients[value] = gradients[value] + gradient if value in gradients else gradient
+        self._gradients.setdefault(message.micro_batch, {})[message.source_stage] = named
         self._handle(schedules.GradientsArrived(number=message.micro_batch, source=message.source_stage))
 
     def _check_stage(self, sender: str, stage: int, allowed: frozenset[int]) -> None:
@@ -228,8 +247,8 @@ class StageDriver:
             self._outbox.put(self.assignment.peer_of_stage(target), message, state + buffers)
 
     async def _backward(self, micro_batch: MicroBatch) -> None:
-        gradients = self._gradients.pop(micro_batch.number, {})
-        result = await self._compute.run(lambda: self._runner.backward(micro_batch.number, gradients))
+        by_stage = self._gradients.pop(micro_batch.number, {})
+        result = await self._compute.run(lambda: self._runner.backward(micro_batch.number, add_gradients(by_stage)))
         self._handle(schedules.ComputeFinished())
         self._counters.micro_batches += 1
         for source in sorted(self._sources - {schedules.DATA}):
@@ -310,7 +329,7 @@ class StageDriver:
         if rest:
             segments[-1 - self.assignment.stage.index] = rest
         for index, names in segments.items():
-            tensors, optimizer = await self._compute.run(lambda names=names: self._state_of(names))
+            tensors, optimizer = await self._compute.run(partial(self._state_of, names))
             message = m.UploadState(
                 job_id=self.assignment.job_id,
                 checkpoint=checkpoint,
@@ -347,7 +366,7 @@ class StageDriver:
         )
 
 
-def _specs(tensors: Mapping[object, Tensor]) -> tuple[TensorSpec, ...]:
+def _specs(tensors: Mapping[Any, Tensor]) -> tuple[TensorSpec, ...]:
     return tuple(spec_of(str(name), tensor) for name, tensor in tensors.items())
 
 

@@ -23,10 +23,11 @@ leaky_relu.default leaky_relu_.default elu.default elu_.default selu.default sel
 gelu.default silu.default silu_.default mish.default mish_.default hardtanh.default hardtanh_.default hardswish.default
 hardswish_.default hardsigmoid.default hardsigmoid_.default relu6.default relu6_.default softplus.default
 log_sigmoid.default prelu.default rrelu.default glu.default threshold.default softshrink.default hardshrink.default
-clamp.default clamp.Tensor clamp_.default clamp_min.default clamp_max.default isnan.default isinf.default
+clamp.default clamp.Tensor clamp_.default clamp_min.default clamp_max.default clamp_min_.default
+clamp_max_.default isnan.default isinf.default
 isfinite.default logical_not.default bitwise_not.default nan_to_num.default exp_.default sqrt_.default
 add.Tensor add.Scalar add_.Tensor add_.Scalar sub.Tensor sub.Scalar sub_.Tensor rsub.Tensor rsub.Scalar
-mul.Tensor mul.Scalar mul_.Tensor mul_.Scalar div.Tensor div.Scalar div_.Tensor div_.Scalar div.Tensor_mode
+mul.Tensor mul.Scalar mul_.Tensor mul_.Scalar div.Tensor div.Scalar div_.Tensor div_.Scalar div.Tensor_mode div.out
 div.Scalar_mode floor_divide.default remainder.Tensor remainder.Scalar pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar
 maximum.default minimum.default atan2.default eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor
 le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar logical_and.default logical_or.default logical_xor.default
@@ -68,7 +69,7 @@ all.default all.dim topk.default sort.default argsort.default
 
 _VIEWS = """
 view.default reshape.default flatten.using_ints unflatten.int squeeze.default squeeze.dim squeeze.dims unsqueeze.default
-transpose.int permute.default t.default numpy_T.default mT.default contiguous.default expand.default expand_as.default
+transpose.int permute.default t.default numpy_T.default mT.default mH.default matrix_H.default contiguous.default expand.default expand_as.default
 view_as.default reshape_as.default slice.Tensor select.int narrow.default diagonal.default split.Tensor split.sizes
 split_with_sizes.default chunk.default unbind.int movedim.int movedim.intlist swapaxes.default swapdims.default
 unfold.default alias.default detach.default detach_.default cat.default concat.default stack.default repeat.default tile.default

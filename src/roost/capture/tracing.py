@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import random
 import sys
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -62,6 +64,7 @@ def trace(wrapped: TracedTraining, data: tuple[Tensor, ...]) -> ExportedProgram:
         stack.enter_context(_kept_generators())
         stack.enter_context(_refused_functions())
         stack.enter_context(_refused_python_random())
+        stack.enter_context(_quiet_export())
         try:
             exported = torch.export.export(wrapped.train(), data, strict=False, dynamic_shapes=shapes)
         except GuardOnDataDependentSymNode as error:
@@ -128,6 +131,19 @@ def _kept_generators() -> Iterator[None]:
 
 
 @contextmanager
+def _quiet_export() -> Iterator[None]:
+    """Keep torch.export from writing the half-made graph to the terminal when it fails: our error says what is wrong."""
+    shapes = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    disabled = shapes.disabled
+    shapes.disabled = True
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        shapes.disabled = disabled
+
+
+@contextmanager
 def _refused_functions() -> Iterator[None]:
     """Make every custom autograd.Function raise: export would keep its forward and lose its backward."""
     original = torch.autograd.Function.__dict__["apply"]
@@ -141,11 +157,11 @@ def _refused_functions() -> Iterator[None]:
             hint="Write it with ordinary torch operations, whose gradients are known.",
         )
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -188,7 +204,8 @@ def _check_dynamic(exported: ExportedProgram, data: Sequence[Tensor]) -> None:
     placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
     for index, (name, item) in enumerate(zip(names, data, strict=True)):
         shape = placeholders[name].meta["val"].shape
-        if item.dim() > 0 and not isinstance(shape[0], torch.SymInt):
+        # A size that export has fixed may still be a symbol, with a constant behind it.
+        if item.dim() > 0 and (not isinstance(shape[0], torch.SymInt) or shape[0].node.maybe_as_int() is not None):
             raise NotCapturableError(
                 f"the batch size {item.shape[0]} of data input {index} is written into the model's code or loss",
                 hint="Use x.shape[0] or -1 where the batch size is written; the last batch of an epoch is smaller.",

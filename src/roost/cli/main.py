@@ -17,6 +17,7 @@ from roost.errors import RoostError
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train one model on the PCs you have.")
 errors = Console(stderr=True, highlight=False)
 
+COORDINATOR_DIR = Path.home() / ".roost" / "coordinator"
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log every event.")]
@@ -51,7 +52,7 @@ def coordinator(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for other machines to join.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port that machines join at; 0 picks a free one.")] = 7700,
     advertise: Annotated[str, typer.Option(help="Name or address that other machines reach this one by.")] = "",
-    state_dir: Annotated[Path, typer.Option(help="Keys, certificates and the database.")] = Path.home() / ".roost" / "coordinator",
+    state_dir: Annotated[Path, typer.Option(help="Keys, certificates and the database.")] = COORDINATOR_DIR,
     tokens: Annotated[int, typer.Option(help="Join tokens to print; each lets one machine join.")] = 1,
     json_output: Annotated[bool, typer.Option("--json", help="Print addresses and tokens as one JSON line.")] = False,
     verbose: Verbose = False,
@@ -69,7 +70,7 @@ def coordinator(
 def token(
     role: Annotated[str, typer.Option(help="node or requester.")] = "node",
     ttl: Annotated[float, typer.Option(help="Seconds it is valid.")] = 86_400.0,
-    state_dir: Annotated[Path, typer.Option(help="The coordinator's state directory.")] = Path.home() / ".roost" / "coordinator",
+    state_dir: Annotated[Path, typer.Option(help="The coordinator's state directory.")] = COORDINATOR_DIR,
 ) -> None:
     """Print a fresh one-time token (on the coordinator's machine)."""
     from roost.cli import coordinator as command

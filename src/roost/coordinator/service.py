@@ -21,6 +21,7 @@ from roost.errors import (
     VersionMismatchError,
 )
 from roost.protocol import membership
+from roost.transport.dispatch import failed_from
 from roost.transport.interface import Buffer, Sender, Transport
 from roost.types import NodeProfile
 
@@ -40,20 +41,20 @@ class Coordinator:
         self._joined = asyncio.Condition()
         self._job: JobRunner | None = None
         self._submitting = ""
+        self._saved_plan = ""
         self._withdrawn = False
         self._requester_heard = 0.0
 
-    async def run(self) -> None:
-        """Serve until cancelled."""
-        await self._transport.start(self)
-        try:
-            while True:
-                await asyncio.sleep(self._config.heartbeat_s)
-                self._expire(time.monotonic())
-        finally:
-            if self._job is not None:
-                await self._job.close()
-            await self._transport.stop()
+    async def watch(self) -> None:
+        """Look for nodes and requesters that have fallen silent, until cancelled."""
+        while True:
+            await asyncio.sleep(self._config.heartbeat_s)
+            self._expire(time.monotonic())
+
+    async def close(self) -> None:
+        """End what the running job still has under way."""
+        if self._job is not None:
+            await self._job.close()
 
     # ------------------------------------------------------------ messages
 
@@ -167,7 +168,7 @@ class Coordinator:
             self._job = job
         finally:
             self._submitting = ""
-        self._store.add_job(job.job_id, message.config, now=time.time())
+        self._store.add_job(message.config, now=time.time())
         job.start()
         plan = await asyncio.shield(job.planned)
         return m.JobAccepted(plan=plan, nodes=job.nodes)
@@ -202,8 +203,13 @@ class Coordinator:
 
     def _job_changed(self, job: JobRunner) -> None:
         self._assign(job)
-        error = f"[{job.error.code}] {job.error.message}" if job.error is not None else ""
-        self._store.update_job(job.job_id, state=job.state, plan=job.plan, error=error, now=time.time())
+        now = time.time()
+        if job.plan is not None and self._saved_plan != job.job_id:
+            self._store.set_plan(job.job_id, job.plan, now=now)
+            self._saved_plan = job.job_id
+        self._store.set_state(job.job_id, job.state, now=now, error=failed_from(job.error) if job.error is not None else None)
+        for result in job.history[len(self._store.history(job.job_id)) :]:
+            self._store.add_result(job.job_id, result, now=now)
 
     def _assign(self, job: JobRunner) -> None:
         """Mark the nodes of a plan as taken while its job runs, and as free afterwards."""

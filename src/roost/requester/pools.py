@@ -23,13 +23,16 @@ from typing import Any, Protocol
 
 from roost.config import NodeOptions, check_identifier, parse_bytes, require
 from roost.errors import CredentialsError, DeadlineError, RoostError, StageFailedError
-from roost.transport.credentials import Credentials
-from roost.transport.enrolment_client import enrol, load
+from roost.transport.addresses import host_towards
+from roost.transport.enrolment_client import Enrolment, enrol
+from roost.transport.grpc_transport import GrpcTransport
+from roost.transport.interface import Transport
 from roost.types import Peer
 
 logger = logging.getLogger(__name__)
 
 START_S = 60.0
+ENROL_S = 20.0
 STOP_S = 10.0
 LOG_TAIL = 15
 """Lines of a dead process's log that its error quotes."""
@@ -39,10 +42,9 @@ LOG_TAIL = 15
 class Membership:
     """What a pool gives the requester."""
 
-    credentials: Credentials
+    transport: Transport
+    """The requester's own endpoint, not started yet."""
     coordinator: Peer
-    host: str
-    """Address the requester listens on; empty means the one the coordinator is reached from."""
     wait_nodes: int
     """Nodes to wait for before planning."""
 
@@ -76,13 +78,14 @@ class RemotePool:
         """Enrol with the token, or use the certificate of an earlier enrolment. Raises SecurityError."""
         directory = Path(self.state_dir) if self.state_dir else requester_dir(self.address)
         if self.token:
-            enrolment = await enrol(self.address, self.token, name=_requester_name(), state_dir=directory)
+            enrolment = await enrol(self.address, self.token, name=_requester_name(), state_dir=directory, deadline_s=ENROL_S)
         else:
             try:
-                enrolment = load(directory)
+                enrolment = Enrolment.load(directory)
             except CredentialsError as error:
                 raise CredentialsError(f"this machine has not enrolled with {self.address}: {error.message}") from error
-        yield Membership(credentials=enrolment.credentials, coordinator=enrolment.coordinator, host="", wait_nodes=self.nodes)
+        transport = GrpcTransport(enrolment.credentials, host=host_towards(enrolment.coordinator.address))
+        yield Membership(transport=transport, coordinator=enrolment.coordinator, wait_nodes=self.nodes)
 
 
 class LocalPool:
@@ -122,10 +125,11 @@ class LocalPool:
             self._processes.append(process)
             environment = {"ROOST_TOKEN": ready["node_tokens"][index], "OMP_NUM_THREADS": str(options.threads)}
             await process.start(_join_arguments(ready["address"], name, options, root), environment)
-        enrolment = await enrol(ready["address"], ready["requester_token"], name="requester", state_dir=root / "requester")
-        return Membership(
-            credentials=enrolment.credentials, coordinator=enrolment.coordinator, host="127.0.0.1", wait_nodes=len(self._nodes)
+        enrolment = await enrol(
+            ready["address"], ready["requester_token"], name="requester", state_dir=root / "requester", deadline_s=ENROL_S
         )
+        transport = GrpcTransport(enrolment.credentials, host="127.0.0.1")
+        return Membership(transport=transport, coordinator=enrolment.coordinator, wait_nodes=len(self._nodes))
 
 
 def _join_arguments(address: str, name: str, options: NodeOptions, root: Path) -> list[str]:

@@ -6,20 +6,21 @@ import asyncio
 import logging
 import re
 import secrets
-import socket
+import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from roost import messages as m
+from roost.checkpoint.manifest import CheckpointContents
 from roost.checkpoint.reader import load
 from roost.checkpoint.writer import CheckpointWriter
-from roost.config import JobConfig, TransportConfig
+from roost.config import JobConfig
 from roost.errors import (
     CheckpointError,
     JobRefusedError,
@@ -32,10 +33,11 @@ from roost.errors import (
 from roost.messages import JobState, encode_record
 from roost.metrics.events import JsonLines
 from roost.metrics.rates import ClusterProgress, RateMeter
+from roost.pipeline.tensor_bytes import spec_of
 from roost.requester.data import SampleSource
 from roost.requester.pools import Membership, Pool
 from roost.requester.service import RequesterService
-from roost.transport.grpc_transport import GrpcTransport
+from roost.transport.interface import Transport
 from roost.types import EpochResult, ModelProfile, NodeProfile, Peer, Plan
 
 logger = logging.getLogger(__name__)
@@ -56,7 +58,7 @@ def new_job_id(name: str) -> str:
 class Observer(Protocol):
     """Watches a run, for example to draw its progress; called on the run's own thread."""
 
-    def planned(self, plan: Plan, nodes: tuple[NodeProfile, ...]) -> None:
+    def planned(self, plan: Plan, nodes: tuple[NodeProfile, ...], profile: ModelProfile) -> None:
         """The plan is made."""
 
     def updated(self, metrics: RunMetrics) -> None:
@@ -70,6 +72,8 @@ class JobPackage:
     config: JobConfig
     graph: bytes
     tensors: dict[str, Tensor]
+    extras: frozenset[str]
+    """Tensors the graph needs that the model's state_dict does not have (buffers that are not persistent, those of the loss)."""
     aliases: dict[str, str]
     optimizer: dict[str, Tensor]
     profile: ModelProfile
@@ -143,6 +147,7 @@ class Run:
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"roost-run-{self.job_id}")
         self._thread = executor.submit(self._main)
         executor.shutdown(wait=False)
+        threading.Thread(target=self._stop_with_script, name="roost-main-watch", daemon=True).start()
         try:
             self._planned.wait()
         except KeyboardInterrupt:
@@ -178,6 +183,15 @@ class Run:
         """Ask the job to stop as soon as what was begun is done, and to save a checkpoint; wait() returns after that."""
         if self._loop is not None and self._cancel is not None and not self._ended.is_set():
             self._loop.call_soon_threadsafe(self._cancel.set)
+
+    @property
+    def ended(self) -> bool:
+        """True if nothing of this run is running any more."""
+        return self._ended.is_set()
+
+    def join(self) -> None:
+        """Wait until nothing of this run is running any more, whatever became of it; raises nothing."""
+        self._ended.wait()
 
     @property
     def stopped(self) -> bool:
@@ -222,6 +236,12 @@ class Run:
                 error = error.exceptions[0]
             raise error
 
+    def _stop_with_script(self) -> None:
+        # A script that ends normally may leave the run to finish; one that raised must leave nothing running.
+        threading.main_thread().join()
+        if getattr(sys, "last_value", None) is not None:
+            self.stop()
+
     # ------------------------------------------------------------ the thread
 
     def _main(self) -> None:
@@ -236,7 +256,7 @@ class Run:
         self._loop = asyncio.get_running_loop()
         self._over, self._cancel = asyncio.Event(), asyncio.Event()
         async with self._pool.enter(on_failure=self._fail) as membership:
-            transport = GrpcTransport(membership.credentials, TransportConfig(), host=membership.host or _own_host(membership))
+            transport = membership.transport
             service = self._service()
             await transport.start(service)
             try:
@@ -245,7 +265,7 @@ class Run:
                 await transport.stop()
                 service.close()
 
-    async def _drive(self, transport: GrpcTransport, service: RequesterService, membership: Membership) -> None:
+    async def _drive(self, transport: Transport, service: RequesterService, membership: Membership) -> None:
         coordinator = membership.coordinator
         heartbeats = asyncio.create_task(self._send_heartbeats(transport, coordinator), name="heartbeats")
         submit = asyncio.create_task(self._submit(transport, service, membership), name="submit")
@@ -272,11 +292,11 @@ class Run:
             training=package.training,
             validation=package.validation,
             writer=CheckpointWriter(package.directory, keep=KEPT_CHECKPOINTS),
-            manifest=self._manifest,
+            contents=self._contents,
             on_update=self._take_update,
         )
 
-    async def _submit(self, transport: GrpcTransport, service: RequesterService, membership: Membership) -> None:
+    async def _submit(self, transport: Transport, service: RequesterService, membership: Membership) -> None:
         request = m.SubmitJob(
             protocol_version=m.PROTOCOL_VERSION,
             torch_version=torch.__version__,
@@ -294,10 +314,10 @@ class Run:
         service.set_plan(reply.plan)
         self._events.write("planned", plan=encode_record(reply.plan))
         if self._observer is not None:
-            self._observer.planned(reply.plan, reply.nodes)
+            self._observer.planned(reply.plan, reply.nodes, self._package.profile)
         self._planned.set()
 
-    async def _send_heartbeats(self, transport: GrpcTransport, coordinator: Peer) -> None:
+    async def _send_heartbeats(self, transport: Transport, coordinator: Peer) -> None:
         failures = 0
         while True:
             await asyncio.sleep(HEARTBEAT_S)
@@ -313,7 +333,7 @@ class Run:
                 self._fail(StageFailedError(f"the coordinator {coordinator.address} has not answered for {failures} heartbeats"))
                 return
 
-    async def _pass_cancel_on(self, transport: GrpcTransport, coordinator: Peer) -> None:
+    async def _pass_cancel_on(self, transport: Transport, coordinator: Peer) -> None:
         assert self._cancel is not None
         await self._cancel.wait()
         await transport.call(coordinator, m.CancelJob(job_id=self.job_id))
@@ -336,22 +356,13 @@ class Run:
         if self._over is not None:
             self._over.set()
 
-    def _manifest(self, message: m.FinishCheckpoint) -> dict[str, Any]:
-        return {
-            "job": encode_record(self._package.config),
-            "epoch": message.epoch,
-            "updates": message.updates,
-            "aliases": dict(self._package.aliases),
-            "model_tensors": sorted(self._package.tensors),
-            "torch_version": torch.__version__,
-            "plan": encode_record(message.plan),
-        }
-
-
-def _own_host(membership: Membership) -> str:
-    """Return this machine's address on the way to the coordinator."""
-    host, _, port = membership.coordinator.address.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))
-        return str(probe.getsockname()[0])
-
+    def _contents(self, message: m.FinishCheckpoint) -> CheckpointContents:
+        package = self._package
+        return CheckpointContents(
+            epoch=message.epoch,
+            updates=message.updates,
+            tensors=tuple(spec_of(name, tensor) for name, tensor in package.tensors.items() if name not in package.extras),
+            aliases=tuple(package.aliases.items()),
+            config=package.config,
+            plan=message.plan,
+        )

@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from roost import messages as m
+from roost.checkpoint.manifest import CheckpointContents
 from roost.checkpoint.writer import CheckpointWriter
 from roost.config import JobConfig
 from roost.errors import ForbiddenError, MalformedMessageError
@@ -39,7 +39,7 @@ class RequesterService:
         training: SampleSource,
         validation: SampleSource | None,
         writer: CheckpointWriter,
-        manifest: Callable[[m.FinishCheckpoint], dict[str, Any]],
+        contents: Callable[[m.FinishCheckpoint], CheckpointContents],
         on_update: Callable[[m.JobUpdate], None],
     ) -> None:
         self._config = config
@@ -49,7 +49,7 @@ class RequesterService:
         self._training = training
         self._validation = validation
         self._writer = writer
-        self._manifest = manifest
+        self._contents = contents
         self._on_update = on_update
         self._allowed: frozenset[str] = frozenset()
         self._planned = asyncio.Event()
@@ -143,7 +143,7 @@ class RequesterService:
 
     async def _finish(self, message: m.FinishCheckpoint) -> m.CheckpointWritten:
         loop = asyncio.get_running_loop()
-        path: Path = await loop.run_in_executor(self._disk, self._writer.finish, message.checkpoint, self._manifest(message))
+        path: Path = await loop.run_in_executor(self._disk, self._writer.finish, message.checkpoint, self._contents(message))
         logger.info("checkpoint_written job=%s path=%s", message.job_id, path)
         return m.CheckpointWritten(path=str(path))
 

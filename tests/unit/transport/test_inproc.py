@@ -44,8 +44,7 @@ def test_a_killed_peer_breaks_calls_in_progress_and_sends_that_wait() -> None:
             call = asyncio.create_task(one.call(peer_of(two), Ping()))
             sends = [asyncio.create_task(one.send(peer_of(two), chunk(step))) for step in range(6)]
             await asyncio.wait_for(seen.entered.wait(), WAIT_S)
-            while sum(send.done() for send in sends) < 2:
-                await asyncio.sleep(0)
+            await sends[1]
             fleet.network.kill("two")
             with pytest.raises(PeerUnreachableError, match="two was killed"):
                 await call

@@ -68,13 +68,16 @@ def test_a_lane_that_is_held_up_does_not_hold_up_the_other(fleet: Fleet) -> None
             await one.start(Recorder())
             await two.start(seen)
             peer = peer_of(two)
-            seen.gate.clear()
+            held = seen.gate
+            held.clear()
             await one.send(peer, chunk(0), lane=Lane.AVERAGING)
             await asyncio.wait_for(seen.entered.wait(), WAIT_S)
             seen.gate = asyncio.Event()
             seen.gate.set()
             await one.send(peer, chunk(1), lane=Lane.TRAINING)
             assert (await seen.next())[1] == chunk(1)
+            held.set()
+            assert (await seen.next())[1] == chunk(0)
 
     asyncio.run(scene())
 

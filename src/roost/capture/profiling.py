@@ -1,0 +1,213 @@
+"""Measures what each piece of a captured model costs: time, operations, and bytes kept and sent."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from roost.capture.cut import cut, legal_cuts
+from roost.capture.export import Captured
+from roost.capture.graph import Graph
+from roost.capture.ops import FREE_OPS
+from roost.capture.program import DATA_SOURCE, StageProgram
+from roost.types import ModelProfile, UnitProfile
+
+MAX_UNITS = 200
+"""More units than this are merged: planning time grows with them, and a finer choice of cuts changes little."""
+
+
+@dataclass
+class _UnitCosts:
+    """What was measured of one unit so far."""
+
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    flop: float = 0.0
+    saved_bytes: int = 0
+
+
+def profile(
+    captured: Captured,
+    inputs: tuple[Tensor, ...],
+    labels: tuple[Tensor, ...],
+    *,
+    reference_flop_per_s: float,
+    repeats: int = 3,
+) -> ModelProfile:
+    """Return the costs of `captured`, unit by unit, for a micro-batch like `inputs` and `labels`, on one thread.
+
+    Times are medians over `repeats` passes after one that warms up and counts. Nothing is changed: copies of the tensors are
+    used, and random generator and thread count are put back.
+    """
+    graph = captured.graph
+    programs = cut(graph, [0, *choose_cuts(graph), len(graph.nodes)])
+    costs = [_UnitCosts() for _ in programs]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            counting = _Pass(captured, programs, (*inputs, *labels))
+            counting.forward(lambda index, run: _counted(costs[index], counting.owned_storages, run))
+            counting.backward()
+            sizes = counting.value_bytes
+            for _ in range(repeats):
+                timing = _Pass(captured, programs, (*inputs, *labels))
+                for index, seconds in enumerate(timing.forward(lambda index, run: run())):
+                    costs[index].forward_s.append(seconds)
+                for index, seconds in enumerate(timing.backward()):
+                    costs[index].backward_s.append(seconds)
+    finally:
+        torch.set_num_threads(threads)
+    return ModelProfile(
+        name=graph.name,
+        micro_batch_size=inputs[0].shape[0],
+        reference_flop_per_s=reference_flop_per_s,
+        units=tuple(_unit(graph, programs, index, costs[index], sizes) for index in range(len(programs))),
+        input_bytes=sum(item.numel() * item.element_size() for item in (*inputs, *labels)),
+    )
+
+
+def choose_cuts(graph: Graph, most: int = MAX_UNITS) -> tuple[int, ...]:
+    """Return the legal cuts between the units to measure: all of them, or a good selection that makes at most `most` units.
+
+    First cuts before a unit that computes nothing are left out; then, of every run of neighbouring cuts, the one that the
+    fewest values cross is kept.
+    """
+    cuts = list(legal_cuts(graph))
+    if len(cuts) < most:
+        return tuple(cuts)
+    stops = [*cuts[1:], len(graph.nodes)]
+    cuts = [start for start, stop in zip(cuts, stops, strict=True) if any(node.op not in FREE_OPS for node in graph.nodes[start:stop])]
+    if len(cuts) < most:
+        return tuple(cuts)
+    crossing = _crossing_counts(graph)
+    groups = [cuts[len(cuts) * index // (most - 1) : len(cuts) * (index + 1) // (most - 1)] for index in range(most - 1)]
+    return tuple(min(group, key=crossing.__getitem__) for group in groups if group)
+
+
+def _crossing_counts(graph: Graph) -> list[int]:
+    """Return for every position how many node results made before it are used from it on."""
+    last = {value: position for position, node in enumerate(graph.nodes) for value in node.uses}
+    change = [0] * (len(graph.nodes) + 2)
+    for value, position in last.items():
+        if value >= graph.first_result:
+            change[graph.producers[value] + 1] += 1
+            change[position + 1] -= 1
+    counts, alive = [], 0
+    for step in change:
+        alive += step
+        counts.append(alive)
+    return counts
+
+
+class _Pass:
+    """One forward and backward of all units, each as a stage of its own, on copies of the model's tensors."""
+
+    def __init__(self, captured: Captured, programs: Sequence[StageProgram], data: tuple[Tensor, ...]) -> None:
+        trainable = {record.name for record in captured.graph.tensors if record.trainable}
+        self._programs = programs
+        self._data = data
+        self._tensors = {name: item.clone().requires_grad_(name in trainable) for name, item in captured.tensors.items()}
+        self._received: list[dict[int, Tensor]] = []
+        self._sent: list[dict[int, Tensor]] = []
+        self.owned_storages = {item.untyped_storage().data_ptr() for item in self._tensors.values()}
+        self.value_bytes: dict[int, int] = {}
+
+    def forward(self, around: Callable[[int, Callable[[], dict[int, Tensor]]], dict[int, Tensor]]) -> list[float]:
+        """Run every unit inside `around(index, run)` and return its seconds."""
+        seconds = []
+        for program in self._programs:
+            values = {
+                number: self._data[number].clone() if source == DATA_SOURCE else self._sent[source][number].detach()
+                for source, numbers in program.receives.items()
+                for number in numbers
+            }
+            own = {record.name: self._tensors[record.name] for record in (*program.tensors, *program.shared)}
+
+            def run(program: StageProgram = program, values: dict[int, Tensor] = values, own: dict[str, Tensor] = own) -> dict[int, Tensor]:
+                return program.run(values, own, training=True)
+
+            begin = time.perf_counter()
+            results = around(program.index, run)
+            seconds.append(time.perf_counter() - begin)
+            self._received.append(values)
+            self._sent.append(results)
+            self.value_bytes.update((number, item.numel() * item.element_size()) for number, item in results.items())
+        return seconds
+
+    def backward(self) -> list[float]:
+        """Run the backward of every unit, last first, and return its seconds by unit."""
+        gradients: list[dict[int, Tensor]] = [{} for _ in self._programs]
+        seconds = [0.0] * len(self._programs)
+        for program in reversed(self._programs):
+            sent, given = self._sent[program.index], gradients[program.index]
+            roots = [number for number in given if sent[number].requires_grad]
+            starts: list[Tensor | None] = [given[number] for number in roots]
+            if program.loss_value is not None:
+                roots.append(program.loss_value)
+                starts.append(None)
+            if not roots:
+                continue
+            begin = time.perf_counter()
+            torch.autograd.backward([sent[number] for number in roots], starts)
+            seconds[program.index] = time.perf_counter() - begin
+            for source, numbers in program.receives.items():
+                for number in numbers:
+                    gradient = self._received[program.index][number].grad
+                    if source != DATA_SOURCE and gradient is not None:
+                        known = gradients[source].get(number)
+                        gradients[source][number] = gradient if known is None else known + gradient
+        return seconds
+
+
+def _counted(costs: _UnitCosts, owned: set[int], run: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:
+    """Run a unit, adding its floating-point operations and the bytes its backward keeps; parameters and buffers are not kept."""
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def give_back(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with saved_tensors_hooks(note, give_back), FlopCounterMode(display=False) as counter:
+        results = run()
+    costs.flop = float(counter.get_total_flops())
+    costs.saved_bytes = sum(kept.values())
+    return results
+
+
+def _unit(graph: Graph, programs: Sequence[StageProgram], index: int, costs: _UnitCosts, sizes: dict[int, int]) -> UnitProfile:
+    program = programs[index]
+    crossing = {
+        number for earlier in programs[: index + 1] for target, numbers in earlier.sends.items() if target > index for number in numbers
+    }
+    return UnitProfile(
+        start=program.start,
+        stop=program.stop,
+        label=unit_label(graph, program.start, program.stop),
+        forward_s=statistics.median(costs.forward_s),
+        backward_s=statistics.median(costs.backward_s),
+        forward_flop=costs.flop,
+        tensors=program.tensors,
+        saved_bytes=costs.saved_bytes,
+        crossing_bytes=sum(sizes[number] for number in crossing),
+    )
+
+
+def unit_label(graph: Graph, start: int, stop: int) -> str:
+    """Return what a person would call the nodes start..stop: the module of the first that computes, else its operation."""
+    nodes = graph.nodes[start:stop]
+    computing = [node for node in nodes if node.op not in FREE_OPS] or nodes
+    named = [node.label for node in computing if node.label]
+    return named[0] if named else computing[0].op.split(".")[1]

@@ -1,0 +1,72 @@
+"""`roost join`: the agent's process."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import re
+import socket
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from roost.agent.service import Agent, profile_node
+from roost.cli.lifetime import run_until_stopped
+from roost.config import AgentConfig, TransportConfig, format_bytes
+from roost.errors import CredentialsError
+from roost.transport.addresses import host_towards
+from roost.transport.enrolment_client import Enrolment, enrol
+from roost.transport.grpc_transport import GrpcTransport
+
+ENROL_S = 20.0
+
+
+def default_name() -> str:
+    """Return the host's name as a node name."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", socket.gethostname()).strip("-._")[:64] or "node"
+
+
+def default_state_dir(address: str, name: str) -> Path:
+    """Return the folder where this node's certificate for a coordinator is kept."""
+    return Path.home() / ".roost" / "node" / f"{name}@{address.replace(':', '_')}"
+
+
+def run(config: AgentConfig, *, address: str, token: str, exit_with_parent: bool) -> None:
+    """Enrol if a token is given, measure the machine, and serve until stopped."""
+    run_until_stopped(_serve(config, address=address, token=token), exit_with_parent=exit_with_parent)
+
+
+async def _serve(config: AgentConfig, *, address: str, token: str) -> None:
+    directory = Path(config.state_dir)
+    if token:
+        enrolment = await enrol(address, token, name=config.node_id, state_dir=directory, deadline_s=ENROL_S)
+    else:
+        enrolment = _known(directory, address)
+    config = dataclasses.replace(config, node_id=enrolment.credentials.peer_id)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    profile = await asyncio.to_thread(profile_node, config)
+    transport = GrpcTransport(
+        enrolment.credentials,
+        config=TransportConfig(uplink_bytes_per_s=config.uplink_bytes_per_s),
+        host=config.host or host_towards(enrolment.coordinator.address),
+        port=config.port,
+    )
+    agent = Agent(config=config, transport=transport, coordinator=enrolment.coordinator, profile=profile)
+    declared = " (declared)" if profile.emulated else ""
+    Console(highlight=False).print(
+        f"node {config.node_id}: {profile.flop_per_s / 1e9:.1f} GFLOP/s, {format_bytes(profile.memory_bytes)}{declared}; "
+        f"lent to {address} until Ctrl+C"
+    )
+    await agent.run()
+
+
+def _known(directory: Path, address: str) -> Enrolment:
+    try:
+        return Enrolment.load(directory)
+    except CredentialsError as error:
+        raise CredentialsError(
+            f"this machine has not joined {address} before: {error.message}",
+            hint="Join once with a token: roost join ADDRESS TOKEN ('roost token' on the coordinator's machine prints one).",
+        ) from error

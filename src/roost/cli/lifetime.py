@@ -1,0 +1,45 @@
+"""Runs a process's main coroutine until it ends, Ctrl+C, SIGTERM, or the end of the process that started it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+
+def run_until_stopped(work: Coroutine[Any, Any, None], *, exit_with_parent: bool) -> None:
+    """Run `work`; a request to stop cancels it and returns normally once it has cleaned up. What it raises is raised."""
+    asyncio.run(_supervise(work, exit_with_parent=exit_with_parent))
+
+
+async def _supervise(work: Coroutine[Any, Any, None], *, exit_with_parent: bool) -> None:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Windows has no signal handlers on the loop: there Ctrl+C raises KeyboardInterrupt out of asyncio.run.
+        with contextlib.suppress(NotImplementedError):
+            loop.add_signal_handler(number, stop.set)
+    if exit_with_parent:
+        threading.Thread(target=_watch_parent, args=(loop, stop), name="parent-watch", daemon=True).start()
+    task = asyncio.create_task(work, name="main")
+    stopped = asyncio.create_task(stop.wait(), name="stop")
+    await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        task.result()
+        return
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _watch_parent(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    # The parent holds the other end of standard input: however it ends, the pipe is closed.
+    while sys.stdin.buffer.read(1024):
+        continue
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(stop.set)

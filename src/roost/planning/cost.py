@@ -1,0 +1,105 @@
+"""What units and links cost: prefix sums over the units, and the time bytes take between two nodes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from roost.config import JobConfig
+from roost.types import LinkProfile, ModelProfile, NodeProfile
+
+Floats = npt.NDArray[np.float64]
+
+DEFAULT_BYTES_PER_S = 12.5e6
+"""Assumed for links when none was measured: 100 Mbit/s."""
+DEFAULT_LATENCY_S = 1e-3
+"""Assumed for links when none was measured."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnitCosts:
+    """Costs of one micro-batch as prefix sums: entry u covers units 0 .. u-1, so a stage first..last is a difference.
+
+    Every array has shape (units + 1,) and dtype float64; byte counts stay exact below 2**53.
+    """
+
+    units: int
+    micro_batch_size: int
+    micro_batches_per_batch: int
+    seconds: Floats
+    """Forward and backward on the reference machine."""
+    tensor_bytes: Floats
+    trainable_bytes: Floats
+    averaged_bytes: Floats
+    saved_bytes: Floats
+    """Activations kept for the backward."""
+    crossing_bytes: Floats
+    """Not a sum: bytes that cross the cut before unit u; at 0 the inputs and labels, at the end 0."""
+    reference_flop_per_s: float
+
+    def compute_s(self, first: int, last: int, node: NodeProfile) -> float:
+        """Return the predicted seconds per micro-batch of units first .. last-1 on `node`."""
+        return float(self.seconds[last] - self.seconds[first]) * self.reference_flop_per_s / node.flop_per_s
+
+
+def unit_costs(profile: ModelProfile, config: JobConfig) -> UnitCosts:
+    """Return the costs of `profile`, scaled in proportion if the job's micro-batch size is not the one it was measured for."""
+    scale = config.micro_batch_size / profile.micro_batch_size
+    units = profile.units
+
+    def sums(values: Sequence[float]) -> Floats:
+        return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+
+    crossing = [profile.input_bytes, *(unit.crossing_bytes for unit in units[:-1]), 0]
+    return UnitCosts(
+        units=len(units),
+        micro_batch_size=config.micro_batch_size,
+        micro_batches_per_batch=-(-config.batch_size // config.micro_batch_size),
+        seconds=sums([(unit.forward_s + unit.backward_s) * scale for unit in units]),
+        tensor_bytes=sums([unit.tensor_bytes for unit in units]),
+        trainable_bytes=sums([unit.trainable_bytes for unit in units]),
+        averaged_bytes=sums([sum(tensor.nbytes for tensor in unit.tensors if tensor.averaged) for unit in units]),
+        saved_bytes=sums([math.ceil(unit.saved_bytes * scale) for unit in units]),
+        crossing_bytes=np.asarray([math.ceil(size * scale) for size in crossing], dtype=np.float64),
+        reference_flop_per_s=profile.reference_flop_per_s,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkTable:
+    """Every measured link, and what is assumed for the others: the median of those that were measured."""
+
+    known: dict[tuple[str, str], LinkProfile]
+    assumed_bytes_per_s: float
+    assumed_latency_s: float
+    uniform: bool
+    """True if all links are alike, so that the order of equal nodes cannot matter."""
+
+    def bytes_per_s(self, source: str, target: str) -> float:
+        link = self.known.get((source, target))
+        return self.assumed_bytes_per_s if link is None else link.bytes_per_s
+
+    def latency_s(self, source: str, target: str) -> float:
+        link = self.known.get((source, target))
+        return self.assumed_latency_s if link is None else link.latency_s
+
+    def seconds(self, source: str, target: str, size: float) -> float:
+        """Return the seconds until `size` bytes have arrived."""
+        return self.latency_s(source, target) + size / self.bytes_per_s(source, target)
+
+
+def link_table(links: Sequence[LinkProfile]) -> LinkTable:
+    """Return the table of `links`; without any, DEFAULT_BYTES_PER_S and DEFAULT_LATENCY_S are assumed."""
+    rates = [link.bytes_per_s for link in links]
+    latencies = [link.latency_s for link in links]
+    return LinkTable(
+        known={(link.source, link.target): link for link in links},
+        assumed_bytes_per_s=statistics.median(rates) if rates else DEFAULT_BYTES_PER_S,
+        assumed_latency_s=statistics.median(latencies) if latencies else DEFAULT_LATENCY_S,
+        uniform=len(set(rates)) <= 1 and len(set(latencies)) <= 1,
+    )

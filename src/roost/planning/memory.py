@@ -1,0 +1,95 @@
+"""How many bytes a stage needs.
+
+For a stage with units first .. last-1 that may have F micro-batches in flight:
+
+    parameters and buffers                        tensor_bytes
+    + gradients                                   trainable_bytes
+    + optimizer state                             k * trainable_bytes      (k: tensors the optimizer keeps per parameter)
+    + older weight versions                       V * trainable_bytes      (V = ceil((F - 1) / micro-batches per batch))
+    + activations kept for the backward           F * saved_bytes
+    + values that arrive                          2 * crossing_bytes before the stage (one in use, one arriving);
+                                                  at stage 0 two whole batches of inputs and labels
+    + values and gradients at the far end         2 * crossing_bytes after the stage
+    + averaging, with more than one cluster       2 * averaged_bytes       (the snapshot and the sum that goes round the ring)
+
+V is the staleness bound: F micro-batches in flight were forwarded with at most that many versions besides the current one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from roost.config import NamedArguments
+from roost.planning.cost import Floats, UnitCosts
+
+BUFFERED_TRANSFERS = 2
+"""Transfers that are held at once at each end of a stage: one in use, one on its way."""
+AVERAGING_COPIES = 2
+"""Copies of the averaged tensors during a round: the snapshot, and the sum."""
+
+_ALWAYS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "RMSprop": 1, "Adagrad": 1, "Adadelta": 2, "ASGD": 1, "Rprop": 2}
+"""Tensors per parameter that an optimizer of torch.optim always keeps; those not listed keep none."""
+_OPTIONAL = {"SGD": ("momentum",), "RMSprop": ("momentum", "centered"), "Adam": ("amsgrad",), "AdamW": ("amsgrad",)}
+"""Arguments that make it keep one more when they are not zero."""
+
+
+def optimizer_copies(optimizer: NamedArguments) -> int:
+    """Return how many tensors of a parameter's size the optimizer keeps for it."""
+    arguments = optimizer.as_dict()
+    optional = sum(bool(arguments.get(name)) for name in _OPTIONAL.get(optimizer.name, ()))
+    return _ALWAYS.get(optimizer.name, 0) + optional
+
+
+def older_versions(max_in_flight: int, micro_batches_per_batch: int) -> int:
+    """Return how many weight versions besides the current one a stage may have to keep; also its staleness bound."""
+    return -(-(max_in_flight - 1) // micro_batches_per_batch)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MemoryModel:
+    """The formula of this module for one model and one optimizer."""
+
+    costs: UnitCosts
+    optimizer_copies: int
+    _matrices: dict[tuple[int, bool], Floats] = field(default_factory=dict)
+
+    def stage_bytes(self, first: npt.ArrayLike, last: npt.ArrayLike, max_in_flight: int, averaging: bool) -> Floats:
+        """Return the bytes for units first .. last-1; arrays of first and last units give an array."""
+        first, last = np.asarray(first), np.asarray(last)
+        costs = self.costs
+
+        def total(sums: Floats) -> Floats:
+            return np.asarray(sums[last] - sums[first], dtype=np.float64)
+
+        copies = 1 + self.optimizer_copies + older_versions(max_in_flight, costs.micro_batches_per_batch)
+        arriving = np.where(first == 0, costs.micro_batches_per_batch, 1) * costs.crossing_bytes[first]
+        needed = total(costs.tensor_bytes) + copies * total(costs.trainable_bytes) + max_in_flight * total(costs.saved_bytes)
+        needed = needed + BUFFERED_TRANSFERS * (arriving + costs.crossing_bytes[last])
+        if averaging:
+            needed = needed + AVERAGING_COPIES * total(costs.averaged_bytes)
+        return np.asarray(needed, dtype=np.float64)
+
+    def matrix(self, max_in_flight: int, averaging: bool) -> Floats:
+        """Return stage_bytes for every pair, shape (units + 1, units + 1); infinite where last <= first."""
+        key = (max_in_flight, averaging)
+        if key not in self._matrices:
+            places = np.arange(self.costs.units + 1)
+            first, last = places[:, None], places[None, :]
+            self._matrices[key] = np.where(last > first, self.stage_bytes(first, last, max_in_flight, averaging), np.inf)
+        return self._matrices[key]
+
+    def least_for_units(self, in_flight_bound: int, averaging: bool) -> Floats:
+        """Return for every unit the bytes of the smallest stage that holds it, shape (units,).
+
+        The last stage has one micro-batch in flight; any other has at least two, unless `in_flight_bound` (0: none) is one.
+        """
+        least = self.matrix(2 if in_flight_bound != 1 else 1, averaging).copy()
+        least[:, -1] = self.matrix(1, averaging)[:, -1]
+        # Smallest over every stage that starts at or before unit u and ends after it.
+        least = np.minimum.accumulate(least, axis=0)
+        least = np.minimum.accumulate(least[:, ::-1], axis=1)[:, ::-1]
+        places = np.arange(self.costs.units)
+        return np.asarray(least[places, places + 1], dtype=np.float64)

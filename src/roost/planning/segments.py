@@ -1,0 +1,69 @@
+"""Segments and their rings: the cuts of all clusters together slice the averaged tensors; each slice has one owner per cluster."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from roost.planning.cost import LinkTable
+from roost.planning.stages import ClusterCut
+from roost.types import ModelProfile, SegmentPlan, TensorRecord
+
+EXHAUSTIVE_RING = 7
+"""Rings up to this size are put in the best order by trying all; larger ones by always going on to the nearest."""
+
+
+def make_segments(profile: ModelProfile, clusters: Sequence[ClusterCut], links: LinkTable) -> tuple[SegmentPlan, ...]:
+    """Return the segments in the order of the graph; together they hold every averaged tensor exactly once.
+
+    A slice without averaged tensors makes no segment; one with several dtypes makes one segment per dtype, so that each
+    can be flattened.
+    """
+    cuts = sorted({cut for cluster in clusters for cut in cluster.cuts})
+    segments: list[SegmentPlan] = []
+    for first, last in itertools.pairwise(cuts):
+        groups: dict[str, list[TensorRecord]] = {}
+        for unit in profile.units[first:last]:
+            for tensor in unit.tensors:
+                if tensor.averaged:
+                    groups.setdefault(tensor.dtype, []).append(tensor)
+        owners = [_owner(cluster, first) for cluster in clusters]
+        for tensors in groups.values():
+            segments.append(
+                SegmentPlan(
+                    index=len(segments),
+                    tensors=tuple(tensor.name for tensor in tensors),
+                    nbytes=sum(tensor.nbytes for tensor in tensors),
+                    members=ring_order(owners, links),
+                )
+            )
+    return tuple(segments)
+
+
+def _owner(cluster: ClusterCut, unit: int) -> str:
+    """Return the node of `cluster` that holds `unit`."""
+    for node, last in zip(cluster.nodes, cluster.cuts[1:], strict=True):
+        if unit < last:
+            return node.node_id
+    raise IndexError(f"unit {unit} is not in {cluster.cuts}")
+
+
+def ring_order(owners: Sequence[str], links: LinkTable) -> tuple[str, ...]:
+    """Return the owners so that the slowest link from one to the next is as fast as can be; the first stays first."""
+    if links.uniform or len(owners) < 3:
+        return tuple(owners)
+    if len(owners) <= EXHAUSTIVE_RING:
+        orders = ((owners[0], *rest) for rest in itertools.permutations(owners[1:]))
+        return max(orders, key=lambda order: _ring_speed(order, links))
+    ring, left = [owners[0]], list(owners[1:])
+    while left:
+        nearest = max(left, key=lambda name: links.bytes_per_s(ring[-1], name))
+        left.remove(nearest)
+        ring.append(nearest)
+    return tuple(ring)
+
+
+def _ring_speed(order: Sequence[str], links: LinkTable) -> tuple[float, float]:
+    """Return what makes a ring good: the bytes per second of its slowest link, then little latency all the way round."""
+    hops = list(zip(order, [*order[1:], order[0]], strict=True))
+    return min(links.bytes_per_s(*hop) for hop in hops), -sum(links.latency_s(*hop) for hop in hops)

@@ -1,0 +1,115 @@
+"""The whole path in one process: what the pipeline and the rings compute, against plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from inproc_pool import InprocPool, node
+from torch import Tensor, nn
+from torch.nn import functional
+
+import roost
+from roost.demo.digits import DigitsCNN
+from roost.requester.run import Run
+
+
+def images(samples: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(samples, 1, 8, 8, generator=generator), torch.randint(10, (samples,), generator=generator)
+
+
+def plain_loop(model: nn.Module, job: roost.Job) -> nn.Module:
+    """Train a copy of `model` as anyone would, with the job's order of samples and its seeds for dropout."""
+    model = copy.deepcopy(model).train()
+    optimizer = getattr(torch.optim, job.optimizer)(model.parameters(), **job.optimizer_args)
+    schedule = getattr(torch.optim.lr_scheduler, job.schedule)(optimizer, **job.schedule_args) if job.schedule else None
+    inputs, labels = job.data
+    step = 0
+    for epoch in range(job.epochs):
+        order = torch.tensor(roost.sample_order(len(labels), epoch, job.seed))
+        for index in order.split(job.batch_size):
+            torch.manual_seed(roost.micro_batch_seed(job.seed, 0, step))
+            optimizer.zero_grad()
+            job.loss(model(inputs[index]), labels[index]).backward()
+            optimizer.step()
+            if schedule is not None:
+                schedule.step()
+            step += 1
+    return model
+
+
+def digits_job(tmp_path: Path, **changes: object) -> roost.Job:
+    torch.manual_seed(5)
+    fields: dict[str, object] = {
+        "model": DigitsCNN(),
+        "loss": functional.cross_entropy,
+        "data": images(90),
+        "optimizer": "AdamW",
+        "optimizer_args": {"lr": 1e-2},
+        "batch_size": 16,
+        "epochs": 2,
+        "checkpoint_dir": str(tmp_path / "checkpoints"),
+    }
+    return roost.Job(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def trained(job: roost.Job, pool: InprocPool) -> Run:
+    return roost.train(job, pool).wait(120)
+
+
+def test_one_node_trains_to_the_same_bits_as_a_plain_loop(tmp_path: Path) -> None:
+    schedule = {"schedule": "CosineAnnealingLR", "schedule_args": {"T_max": 12}}
+    job = digits_job(tmp_path, **schedule)
+    run = trained(job, InprocPool([node("only")], tmp_path))
+    expected = plain_loop(job.model, job).state_dict()
+    found = run.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def three_small_nodes(tmp_path: Path, job: roost.Job) -> InprocPool:
+    """Return a pool in which the model fits on three nodes together and on no two of them."""
+    return InprocPool([node(name, memory=2_400_000) for name in ("a", "b", "c")], tmp_path)
+
+
+def test_three_stages_with_one_micro_batch_in_flight_give_the_plain_loops_gradients(tmp_path: Path) -> None:
+    # Plain SGD at rate 1 without momentum: the change of a parameter in the one update is minus its gradient.
+    job = digits_job(
+        tmp_path,
+        data=images(16),
+        optimizer="SGD",
+        optimizer_args={"lr": 1.0},
+        epochs=1,
+        max_in_flight=1,
+        max_clusters=1,
+    )
+    run = trained(job, three_small_nodes(tmp_path, job))
+    assert run.plan is not None
+    assert [len(cluster.stages) for cluster in run.plan.clusters] == [3]
+    before = job.model.state_dict()
+    expected, found = plain_loop(job.model, job).state_dict(), run.state_dict()
+    for name, _ in job.model.named_parameters():
+        gradient, reference = before[name] - found[name], before[name] - expected[name]
+        error = (gradient - reference).norm() / reference.norm().clamp_min(1e-12)
+        assert error <= 1e-6, f"{name}: {error}"
+
+
+def test_three_stages_with_one_micro_batch_in_flight_follow_the_plain_loop_over_many_updates(tmp_path: Path) -> None:
+    job = digits_job(tmp_path, optimizer="SGD", optimizer_args={"lr": 0.05, "momentum": 0.9}, max_in_flight=1, max_clusters=1)
+    run = trained(job, three_small_nodes(tmp_path, job))
+    expected, found = plain_loop(job.model, job).state_dict(), run.state_dict()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("samples", [33, 47])
+def test_ragged_batches_and_micro_batches_are_all_consumed(tmp_path: Path, samples: int) -> None:
+    job = digits_job(tmp_path, data=images(samples), batch_size=16, micro_batch_size=5, max_clusters=1)
+    run = trained(job, three_small_nodes(tmp_path, job))
+    metrics = run.metrics()
+    assert metrics.samples == 2 * samples
+    assert metrics.epochs_done == 2
