@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from roost.agent.service import Agent
+from roost.api import Job, prepare
 from roost.config import AgentConfig, CoordinatorConfig
 from roost.coordinator.service import Coordinator
 from roost.coordinator.store import Store
-from roost.errors import RoostError
+from roost.errors import PlanningError, RoostError
+from roost.planning.planner import make_plan
 from roost.requester.pools import Membership
 from roost.transport.inproc import InprocNetwork, InprocTransport
 from roost.types import NodeProfile, Peer, Role
@@ -70,3 +73,18 @@ class InprocPool:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 await self.coordinator.close()
                 await hub.stop()
+
+
+def nodes_for_stages(job: Job, names: list[str]) -> list[NodeProfile]:
+    """Return equal nodes with so little memory that the model fits on all of them together and on no fewer."""
+    package = prepare(job)
+    low, high = 1, 10**9
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            make_plan(package.profile, [node(name, memory=middle) for name in names], [], package.config, random.Random(0))
+        except PlanningError:
+            low = middle
+        else:
+            high = middle
+    return [node(name, memory=high) for name in names]

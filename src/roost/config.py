@@ -12,7 +12,7 @@ Scalar = str | int | float | bool | None
 """What an optimizer or schedule argument may be."""
 ArgumentValue = Scalar | tuple[float, ...]
 
-IDENTIFIER = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 OPTIMIZERS = frozenset({"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"})
 """Optimizers of torch.optim that nodes build by name."""
@@ -41,7 +41,7 @@ def require(condition: bool, what: str) -> None:
 
 def check_identifier(value: str, what: str) -> None:
     """Raise InvalidConfigError unless `value` is a plain name (letters, digits, '_', '.', '-')."""
-    require(IDENTIFIER.match(value) is not None, f"{what} {value!r} must be 1 to 64 letters, digits, '_', '.' or '-'")
+    require(IDENTIFIER.fullmatch(value) is not None, f"{what} {value!r} must be 1 to 64 letters, digits, '_', '.' or '-'")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,8 +80,12 @@ def _eager_training(
 def _eager_loss(model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...], seed: int) -> Tensor:
     device = next((item.device for item in model.parameters()), torch.device("cpu"))
     torch.manual_seed(seed)
-    # Copies, because a model may change its inputs in place.
-    return loss(model(*(item.to(device, copy=True) for item in inputs)), *(item.to(device, copy=True) for item in labels))
+    return loss(model(*(_copy(item, device) for item in inputs)), *(_copy(item, device) for item in labels))
+
+
+def _copy(data: Tensor, device: torch.device) -> Tensor:
+    """Return a copy, because a model may change its inputs in place; contiguous, as nodes receive it."""
+    return data.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _graph_training(
@@ -103,7 +107,7 @@ def _copies(program: StageProgram, captured: Captured) -> dict[str, Tensor]:
 
 def _graph_loss(program: StageProgram, tensors: Mapping[str, Tensor], data: tuple[Tensor, ...], *, training: bool) -> Tensor:
     assert program.loss_value is not None
-    values = {number: item.detach().to("cpu", copy=True) for number, item in enumerate(data)}
+    values = {number: _copy(item, torch.device("cpu")) for number, item in enumerate(data)}
     return program.run(values, tensors, training=training)[program.loss_value]
 
 

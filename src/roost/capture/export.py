@@ -46,7 +46,7 @@ def capture(
     UnsupportedOpError, both naming the line of the user's code where there is one.
     """
     _check_arguments(loss, inputs, labels)
-    data = tuple(_at_least_two(item) for item in (*inputs, *labels))
+    data = tuple(_as_traced(item) for item in (*inputs, *labels))
     wrapped = TracedTraining(model, loss, metric, len(inputs))
     exported = trace(wrapped, data)
     named = name_tensors(wrapped, exported)
@@ -62,9 +62,9 @@ def capture(
     return Captured(graph=graph, tensors=copies, aliases=named.aliases, extras=named.extras)
 
 
-def _at_least_two(data: Tensor) -> Tensor:
-    """Return the data with its samples doubled if there is one only: torch.export writes sizes of 1 into the graph."""
-    return torch.cat([data, data]) if data.dim() > 0 and data.shape[0] == 1 else data
+def _as_traced(data: Tensor) -> Tensor:
+    """Return the data contiguous, as nodes receive it, and doubled if it is one sample: torch.export writes sizes of 1 into the graph."""
+    return torch.cat([data, data]) if data.shape[0] == 1 else data.contiguous()
 
 
 def _check_arguments(loss: Loss, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:

@@ -10,11 +10,9 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from roost.capture.arguments import DTYPE_NAMES
-from roost.capture.tracing import LOSS_PART, METRIC_PART, MODEL_PART, TracedTraining
+from roost.capture.tracing import MODEL_PART, PART_NAMES, TracedTraining
 from roost.errors import NotCapturableError
 from roost.types import TensorKind, TensorRecord
-
-_PARTS = {LOSS_PART: "loss", METRIC_PART: "metric"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +56,11 @@ def name_tensors(wrapped: TracedTraining, exported: ExportedProgram) -> NamedTen
         tensor = _tensor_at(wrapped, exported, target)
         known = first_names.get(id(tensor))
         if known is None:
-            known = _free_name(rest if part == MODEL_PART else f"{_PARTS.get(part, 'constant')}.{rest or part}", own)
+            known = _free_name(rest if part == MODEL_PART else f"{PART_NAMES.get(part, 'constant')}.{rest or part}", own)
             first_names[id(tensor)] = known
             tensors[known] = tensor
             own.add(known)
-            if part in _PARTS:
+            if part in PART_NAMES:
                 of_loss.add(known)
         canonical[placeholder] = known
     saved = set(model.state_dict().keys())

@@ -69,7 +69,8 @@ all.default all.dim topk.default sort.default argsort.default
 
 _VIEWS = """
 view.default reshape.default flatten.using_ints unflatten.int squeeze.default squeeze.dim squeeze.dims unsqueeze.default
-transpose.int permute.default t.default numpy_T.default mT.default mH.default matrix_H.default contiguous.default expand.default expand_as.default
+transpose.int permute.default t.default numpy_T.default mT.default mH.default matrix_H.default contiguous.default expand.default
+expand_as.default
 view_as.default reshape_as.default slice.Tensor select.int narrow.default diagonal.default split.Tensor split.sizes
 split_with_sizes.default chunk.default unbind.int movedim.int movedim.intlist swapaxes.default swapdims.default
 unfold.default alias.default detach.default detach_.default cat.default concat.default stack.default repeat.default tile.default

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,14 +23,15 @@ MAX_UNITS = 200
 """More units than this are merged: planning time grows with them, and a finer choice of cuts changes little."""
 
 
-@dataclass
-class _UnitCosts:
-    """What was measured of one unit so far."""
+_FORWARD, _BACKWARD = 0, 1
 
-    forward_s: list[float] = field(default_factory=list)
-    backward_s: list[float] = field(default_factory=list)
-    flop: float = 0.0
-    saved_bytes: int = 0
+
+@dataclass(frozen=True, kw_only=True)
+class _UnitCounts:
+    """What does not depend on the machine's speed."""
+
+    flop: float
+    saved_bytes: int
 
 
 def profile(
@@ -43,35 +44,57 @@ def profile(
 ) -> ModelProfile:
     """Return the costs of `captured`, unit by unit, for a micro-batch like `inputs` and `labels`, on one thread.
 
-    Times are medians over `repeats` passes after one that warms up and counts. Nothing is changed: copies of the tensors are
-    used, and random generator and thread count are put back.
+    Times are medians over `repeats` passes after one that warms up and counts; bytes are of the first pass. Nothing is
+    changed: copies of the tensors are used, and random generator and thread count are put back.
     """
     graph = captured.graph
+    data = (*inputs, *labels)
     programs = cut(graph, [0, *choose_cuts(graph), len(graph.nodes)])
-    costs = [_UnitCosts() for _ in programs]
+    whole = cut(graph, [0, len(graph.nodes)])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            counting = _Pass(captured, programs, (*inputs, *labels))
-            counting.forward(lambda index, run: _counted(costs[index], counting.owned_storages, run))
-            counting.backward()
-            sizes = counting.value_bytes
-            for _ in range(repeats):
-                timing = _Pass(captured, programs, (*inputs, *labels))
-                for index, seconds in enumerate(timing.forward(lambda index, run: run())):
-                    costs[index].forward_s.append(seconds)
-                for index, seconds in enumerate(timing.backward()):
-                    costs[index].backward_s.append(seconds)
+            counts, sizes = _count(captured, programs, data)
+            unit_times = [_Pass(captured, programs, data).times() for _ in range(repeats)]
+            whole_times = [_Pass(captured, whole, data).times() for _ in range(repeats)]
     finally:
         torch.set_num_threads(threads)
+    times = [
+        without_overhead(_medians([one[way] for one in unit_times]), _medians([one[way] for one in whole_times])[0])
+        for way in (_FORWARD, _BACKWARD)
+    ]
     return ModelProfile(
         name=graph.name,
         micro_batch_size=inputs[0].shape[0],
         reference_flop_per_s=reference_flop_per_s,
-        units=tuple(_unit(graph, programs, index, costs[index], sizes) for index in range(len(programs))),
-        input_bytes=sum(item.numel() * item.element_size() for item in (*inputs, *labels)),
+        units=tuple(
+            _unit(graph, programs, index, counts[index], (times[_FORWARD][index], times[_BACKWARD][index]), sizes)
+            for index in range(len(programs))
+        ),
+        input_bytes=sum(item.numel() * item.element_size() for item in data),
     )
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def without_overhead(times: Sequence[float], total: float) -> list[float]:
+    """Return `times` less the same overhead from each (never below zero), so that they add up to at most `total`.
+
+    A unit measured alone pays for starting a run and the autograd engine; in a stage, all its units together pay that once.
+    """
+    remaining = sorted(times)
+    excess = sum(remaining) - total
+    overhead = 0.0
+    for index, shortest in enumerate(remaining):
+        if excess <= 0:
+            break
+        step = min(shortest - overhead, excess / (len(remaining) - index))
+        overhead += step
+        excess -= step * (len(remaining) - index)
+    return [max(0.0, seconds - overhead) for seconds in times]
 
 
 def choose_cuts(graph: Graph, most: int = MAX_UNITS) -> tuple[int, ...]:
@@ -120,8 +143,12 @@ class _Pass:
         self.owned_storages = {item.untyped_storage().data_ptr() for item in self._tensors.values()}
         self.value_bytes: dict[int, int] = {}
 
-    def forward(self, around: Callable[[int, Callable[[], dict[int, Tensor]]], dict[int, Tensor]]) -> list[float]:
-        """Run every unit inside `around(index, run)` and return its seconds."""
+    def times(self) -> tuple[list[float], list[float]]:
+        """Run forward and backward and return the seconds of each, by unit."""
+        return self.forward(_run), self.backward()
+
+    def forward(self, around: Callable[[Callable[[], dict[int, Tensor]]], dict[int, Tensor]]) -> list[float]:
+        """Run every unit inside `around(run)` and return its seconds."""
         seconds = []
         for program in self._programs:
             values = {
@@ -135,7 +162,7 @@ class _Pass:
                 return program.run(values, own, training=True)
 
             begin = time.perf_counter()
-            results = around(program.index, run)
+            results = around(run)
             seconds.append(time.perf_counter() - begin)
             self._received.append(values)
             self._sent.append(results)
@@ -167,27 +194,42 @@ class _Pass:
         return seconds
 
 
-def _counted(costs: _UnitCosts, owned: set[int], run: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:
-    """Run a unit, adding its floating-point operations and the bytes its backward keeps; parameters and buffers are not kept."""
-    kept: dict[int, int] = {}
+def _count(captured: Captured, programs: Sequence[StageProgram], data: tuple[Tensor, ...]) -> tuple[list[_UnitCounts], dict[int, int]]:
+    """Run one pass and return the counts of every unit, and the bytes of every value that crosses between units."""
+    counts: list[_UnitCounts] = []
+    counting = _Pass(captured, programs, data)
 
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+    def around(run: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:
+        kept: dict[int, int] = {}
 
-    def give_back(tensor: Tensor) -> Tensor:
-        return tensor
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            # Parameters and buffers are in memory anyway.
+            if storage.data_ptr() not in counting.owned_storages:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
 
-    with saved_tensors_hooks(note, give_back), FlopCounterMode(display=False) as counter:
-        results = run()
-    costs.flop = float(counter.get_total_flops())
-    costs.saved_bytes = sum(kept.values())
-    return results
+        with saved_tensors_hooks(note, _same), FlopCounterMode(display=False) as counter:
+            results = run()
+        counts.append(_UnitCounts(flop=float(counter.get_total_flops()), saved_bytes=sum(kept.values())))
+        return results
+
+    counting.forward(around)
+    counting.backward()
+    return counts, counting.value_bytes
 
 
-def _unit(graph: Graph, programs: Sequence[StageProgram], index: int, costs: _UnitCosts, sizes: dict[int, int]) -> UnitProfile:
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _run(run: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:
+    return run()
+
+
+def _unit(
+    graph: Graph, programs: Sequence[StageProgram], index: int, counts: _UnitCounts, seconds: tuple[float, float], sizes: dict[int, int]
+) -> UnitProfile:
     program = programs[index]
     crossing = {
         number for earlier in programs[: index + 1] for target, numbers in earlier.sends.items() if target > index for number in numbers
@@ -196,11 +238,11 @@ def _unit(graph: Graph, programs: Sequence[StageProgram], index: int, costs: _Un
         start=program.start,
         stop=program.stop,
         label=unit_label(graph, program.start, program.stop),
-        forward_s=statistics.median(costs.forward_s),
-        backward_s=statistics.median(costs.backward_s),
-        forward_flop=costs.flop,
+        forward_s=seconds[_FORWARD],
+        backward_s=seconds[_BACKWARD],
+        forward_flop=counts.flop,
         tensors=program.tensors,
-        saved_bytes=costs.saved_bytes,
+        saved_bytes=counts.saved_bytes,
         crossing_bytes=sum(sizes[number] for number in crossing),
     )
 

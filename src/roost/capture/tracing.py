@@ -25,7 +25,9 @@ from roost.errors import NotCapturableError
 Loss = Callable[..., Tensor]
 Metric = Callable[..., Tensor]
 
-MODEL_PART, LOSS_PART, METRIC_PART = "model", "loss_part", "metric_part"
+MODEL_PART = "model"
+PART_NAMES = {"loss_part": "loss", "metric_part": "metric"}
+"""Attributes of TracedTraining besides the model, and what people call them."""
 
 _LIBRARY_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 _RANDOM_FUNCTIONS = ("random", "randint", "uniform", "randrange", "choice", "choices", "sample", "shuffle", "gauss", "normalvariate")

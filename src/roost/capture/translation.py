@@ -23,7 +23,7 @@ from roost.capture.arguments import (
 from roost.capture.graph import MAX_LABEL, Graph, GraphNode, running_torch_version
 from roost.capture.ops import ALLOWED_OPS, SCALAR_OPS
 from roost.capture.signatures import signature_of
-from roost.capture.tracing import MODEL_PART, user_line_of_stack
+from roost.capture.tracing import MODEL_PART, PART_NAMES, user_line_of_stack
 from roost.errors import NotCapturableError, UnsupportedOpError
 from roost.types import TensorRecord
 
@@ -263,7 +263,6 @@ def _label(node: fx.Node) -> str:
     """Return the path of the module that made `node`, without our own wrapper."""
     stack = node.meta.get("nn_module_stack") or {}
     path = str(list(stack.values())[-1][0]) if stack else ""
-    if path == MODEL_PART:
-        return ""
-    label = path.removeprefix(f"{MODEL_PART}.")
+    part, _, rest = path.partition(".")
+    label = rest if part == MODEL_PART else ".".join(filter(None, (PART_NAMES.get(part, ""), rest)))
     return "".join(character for character in label if character.isprintable())[:MAX_LABEL]

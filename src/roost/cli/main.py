@@ -26,6 +26,8 @@ ExitWithParent = Annotated[bool, typer.Option("--exit-with-parent", hidden=True,
 
 def main() -> None:
     """Run the command line. A RoostError is printed with what to do; the exit code is 1, or 2 for wrong arguments."""
+    # gRPC's core writes every failed handshake to standard error; Roost logs what matters itself.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         app()
     except RoostError as error:

@@ -15,6 +15,8 @@ BALANCE_WEIGHT = 1e-3
 """Among cuts with the same slowest stage the least traffic wins; this little weight on balance decides between equals."""
 SLACK = 1e-9
 """Relative rounding error that is forgiven when two times are compared."""
+SHORTEST_PERIOD_S = 1e-9
+"""Predicted for a model that costs nothing, so that rates stay finite."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +119,7 @@ class StageCutter:
             nodes=nodes,
             cuts=cuts,
             in_flight=in_flight,
-            period_s=period,
+            period_s=max(period, SHORTEST_PERIOD_S),
             compute_s=tuple(compute),
             send_s=(*send, 0.0),
             bottleneck=bottleneck,

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from inproc_pool import InprocPool, node
 from torch import Tensor, nn
 from torch.nn import functional
 
 import roost
+from inproc_pool import InprocPool, node, nodes_for_stages
 from roost.demo.digits import DigitsCNN
 from roost.requester.run import Run
 
@@ -73,7 +73,7 @@ def test_one_node_trains_to_the_same_bits_as_a_plain_loop(tmp_path: Path) -> Non
 
 def three_small_nodes(tmp_path: Path, job: roost.Job) -> InprocPool:
     """Return a pool in which the model fits on three nodes together and on no two of them."""
-    return InprocPool([node(name, memory=2_400_000) for name in ("a", "b", "c")], tmp_path)
+    return InprocPool(nodes_for_stages(job, ["a", "b", "c"]), tmp_path)
 
 
 def test_three_stages_with_one_micro_batch_in_flight_give_the_plain_loops_gradients(tmp_path: Path) -> None:
