@@ -68,7 +68,7 @@ all.default all.dim topk.default sort.default argsort.default
 """
 
 _VIEWS = """
-view.default reshape.default flatten.using_ints unflatten.int squeeze.default squeeze.dim squeeze.dims unsqueeze.default
+broadcast_tensors.default broadcast_to.default view.default reshape.default flatten.using_ints unflatten.int squeeze.default squeeze.dim squeeze.dims unsqueeze.default
 transpose.int permute.default t.default numpy_T.default mT.default mH.default matrix_H.default contiguous.default expand.default
 expand_as.default
 view_as.default reshape_as.default slice.Tensor select.int narrow.default diagonal.default split.Tensor split.sizes
@@ -153,6 +153,7 @@ MAY_RETURN_INPUT: frozenset[str] = frozenset(
         "expand_as.default",
         "tile.default",
         "einsum.default",
+        "broadcast_tensors.default",
         "pixel_shuffle.default",
         "pixel_unshuffle.default",
     )

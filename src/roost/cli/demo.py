@@ -25,11 +25,11 @@ BASELINE_S = 3.0
 MODEL_LINE = "from roost.demo.digits import DigitsCNN; model = DigitsCNN()"
 
 NODES = (
-    NodeOptions(name="desk", memory="6MB", relative_speed=0.6),
-    NodeOptions(name="laptop", memory="6MB", relative_speed=0.5),
-    NodeOptions(name="attic", memory="3MB", relative_speed=0.3),
-    NodeOptions(name="kitchen", memory="3MB", relative_speed=0.25),
-    NodeOptions(name="shed", memory="3MB", relative_speed=0.2),
+    NodeOptions(name="desk", memory="5.9MB", relative_speed=0.6),
+    NodeOptions(name="laptop", memory="5.9MB", relative_speed=0.5),
+    NodeOptions(name="attic", memory="5.1MB", relative_speed=0.3),
+    NodeOptions(name="kitchen", memory="5.1MB", relative_speed=0.25),
+    NodeOptions(name="shed", memory="5.1MB", relative_speed=0.2),
 )
 """Memory and speed are declared: emulated on one machine by pacing the computation."""
 
@@ -56,6 +56,7 @@ def run(*, epochs: int, directory: Path, json_output: bool) -> None:
         averaging_interval=8,
         sync_interval=max(1, epochs // 4),
         min_clusters=2,
+        max_clusters=2,
         name="digits",
         checkpoint_dir=str(directory),
     )
