@@ -165,7 +165,7 @@ def workloads(scale: float) -> Iterator[Workload]:
         data=training,
         batch_size=64,
         epochs=max(4, int(60 * scale)),
-        memory="2.4MB",
+        memory="4.9MB",
     )
     tokens = torch.randint(256, (256, 129))
     yield Workload(
@@ -175,7 +175,7 @@ def workloads(scale: float) -> Iterator[Workload]:
         data=(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()),
         batch_size=8,
         epochs=max(1, int(3 * scale)),
-        memory="110MB",
+        memory="120MB",
     )
 
 

@@ -57,7 +57,7 @@ class RingDriver:
         self._taken: dict[str, Tensor] = {}
         self._samples_before = 0
         self._samples_at_snapshot = 0
-        self._moved = asyncio.Condition()
+        self.moved = asyncio.Condition()
         self.rounds_done = 0
 
     # ------------------------------------------------------------ called from the event loop
@@ -88,8 +88,8 @@ class RingDriver:
         self._events.put_nowait(rounds.StartRequested(now=time.monotonic(), order=order))
         target = rounds.ordered_round(order)
         try:
-            async with asyncio.timeout(2 * ROUND_DEADLINE_S), self._moved:
-                await self._moved.wait_for(lambda: self._member.finished >= target)
+            async with asyncio.timeout(2 * ROUND_DEADLINE_S), self.moved:
+                await self.moved.wait_for(lambda: self._member.finished >= target)
         except TimeoutError:
             raise DeadlineError(f"the averaging round of segment {self._segment.index} did not finish on {self._node_id}") from None
 
@@ -104,8 +104,8 @@ class RingDriver:
                     await self._perform(instruction)
                 except TransportError as error:
                     logger.warning("round_hampered job=%s segment=%d error=%s", self._job_id, self._segment.index, error.message)
-            async with self._moved:
-                self._moved.notify_all()
+            async with self.moved:
+                self.moved.notify_all()
 
     async def _next_event(self) -> rounds.RingEvent:
         deadline = self._member.deadline

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from roost.capture.arguments import DTYPES, Argument, DtypeName, references
 from roost.capture.graph import Graph, GraphNode
-from roost.capture.ops import HIDDEN_WRITES, INTEGER_OUTPUTS, NO_GRADIENT, RANDOM_IN_TRAINING, RANDOM_OPS
+from roost.capture.ops import HIDDEN_WRITES, INTEGER_OUTPUTS, ITEM_BY_ITEM, NO_GRADIENT, RANDOM_IN_TRAINING, RANDOM_OPS
 from roost.capture.signatures import bind, signature_of
 from roost.types import TensorKind
 
@@ -187,9 +187,9 @@ class GraphAnalysis:
             for node, effects in zip(self.graph.nodes, self.effects, strict=True):
                 if node.op in NO_GRADIENT or not any(number in marked for number in node.uses):
                     continue
-                indices = INTEGER_OUTPUTS.get(node.op, ())
-                if not _makes_integers(node):
-                    marked.update(number for index, number in enumerate(node.outputs) if index not in indices)
+                for uses, outputs in _gradient_paths(node):
+                    if any(number in marked for number in uses):
+                        marked.update(outputs)
                 for value in effects.written if not effects.hidden else ():
                     marked.update(number for number in self.members[self.memory[value]] if self._may_get_gradient(number))
         return marked
@@ -207,9 +207,22 @@ class GraphAnalysis:
                 if memory not in self.written_buffers and any(value in marked for value in values):
                     marked.update(values)
             for node in reversed(self.graph.nodes):
-                if node.op not in NO_GRADIENT and any(number in marked for number in node.outputs):
-                    marked.update(node.uses)
+                if node.op in NO_GRADIENT or not any(number in marked for number in node.outputs):
+                    continue
+                for uses, outputs in _gradient_paths(node):
+                    if any(number in marked for number in outputs):
+                        marked.update(uses)
         return marked
+
+
+def _gradient_paths(node: GraphNode) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return groups of used values and of results, such that a gradient flows from each result of a group to each value of it."""
+    if node.op in ITEM_BY_ITEM:
+        return [((used,), (output,)) for used, output in zip(node.uses, node.outputs, strict=False)]
+    if _makes_integers(node):
+        return []
+    indices = INTEGER_OUTPUTS.get(node.op, ())
+    return [(node.uses, tuple(number for index, number in enumerate(node.outputs) if index not in indices))]
 
 
 def _makes_integers(node: GraphNode) -> bool:

@@ -76,7 +76,7 @@ def _check_arguments(loss: Loss, inputs: Sequence[Tensor], labels: Sequence[Tens
         if item.dim() == 0:
             raise NotCapturableError(f"data input {index} has no dimension for the samples")
     reduction = getattr(loss, "reduction", "mean")
-    if reduction != "mean":
+    if reduction not in ("mean", "batchmean"):
         raise NotCapturableError(
             f"the loss has reduction={reduction!r}, so gradients of micro-batches could not be combined",
             hint="Use reduction='mean': the loss must be the mean over the samples.",

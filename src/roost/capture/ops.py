@@ -22,7 +22,7 @@ sigmoid_.default erf.default floor.default ceil.default round.default sign.defau
 leaky_relu.default leaky_relu_.default elu.default elu_.default selu.default selu_.default celu.default celu_.default
 gelu.default silu.default silu_.default mish.default mish_.default hardtanh.default hardtanh_.default hardswish.default
 hardswish_.default hardsigmoid.default hardsigmoid_.default relu6.default relu6_.default softplus.default
-log_sigmoid.default prelu.default rrelu.default glu.default threshold.default softshrink.default hardshrink.default
+log_sigmoid.default prelu.default rrelu.default rrelu_.default glu.default threshold.default softshrink.default hardshrink.default
 clamp.default clamp.Tensor clamp_.default clamp_min.default clamp_max.default clamp_min_.default
 clamp_max_.default isnan.default isinf.default
 isfinite.default logical_not.default bitwise_not.default nan_to_num.default exp_.default sqrt_.default
@@ -68,7 +68,8 @@ all.default all.dim topk.default sort.default argsort.default
 """
 
 _VIEWS = """
-broadcast_tensors.default broadcast_to.default view.default reshape.default flatten.using_ints unflatten.int squeeze.default squeeze.dim squeeze.dims unsqueeze.default
+broadcast_tensors.default broadcast_to.default view.default reshape.default
+flatten.using_ints unflatten.int squeeze.default squeeze.dim squeeze.dims unsqueeze.default
 transpose.int permute.default t.default numpy_T.default mT.default mH.default matrix_H.default contiguous.default expand.default
 expand_as.default
 view_as.default reshape_as.default slice.Tensor select.int narrow.default diagonal.default split.Tensor split.sizes
@@ -168,6 +169,7 @@ EVALUATION_SETTINGS: dict[str, tuple[int, bool | float, int | None]] = {
     "aten.alpha_dropout.default": (2, False, None),
     "aten.feature_alpha_dropout.default": (2, False, None),
     "aten.rrelu.default": (3, False, None),
+    "aten.rrelu_.default": (3, False, None),
     "aten.batch_norm.default": (5, False, 3),
     "aten.instance_norm.default": (5, False, 3),
     "aten.scaled_dot_product_attention.default": (4, 0.0, None),
@@ -203,6 +205,7 @@ RANDOM_IN_TRAINING: dict[str, tuple[int, int | None]] = {
     "aten.alpha_dropout.default": (1, 2),
     "aten.feature_alpha_dropout.default": (1, 2),
     "aten.rrelu.default": (2, 3),
+    "aten.rrelu_.default": (2, 3),
     "aten.scaled_dot_product_attention.default": (4, None),
     "aten.lstm.input": (5, 6),
     "aten.gru.input": (5, 6),
@@ -224,6 +227,9 @@ INTEGER_OUTPUTS: dict[str, tuple[int, ...]] = {
     "aten.adaptive_max_pool2d.default": (1,),
 }
 """Positions of results that are indices."""
+
+ITEM_BY_ITEM: frozenset[str] = frozenset({"aten.broadcast_tensors.default"})
+"""Operations on a list of tensors whose n-th result depends on the n-th tensor only."""
 
 FREE_OPS: frozenset[str] = frozenset(f"aten.{name}" for name in _VIEWS.split()[: _VIEWS.split().index("cat.default")]) | frozenset(
     {*SCALAR_OPS, SIZE_OP}

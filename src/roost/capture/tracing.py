@@ -209,8 +209,8 @@ def _check_dynamic(exported: ExportedProgram, data: Sequence[Tensor]) -> None:
         # A size that export has fixed may still be a symbol, with a constant behind it.
         if item.dim() > 0 and (not isinstance(shape[0], torch.SymInt) or shape[0].node.maybe_as_int() is not None):
             raise NotCapturableError(
-                f"the batch size {item.shape[0]} of data input {index} is written into the model's code or loss",
-                hint="Use x.shape[0] or -1 where the batch size is written; the last batch of an epoch is smaller.",
+                f"the batch size {item.shape[0]} of data input {index} is written into the code of model, loss or metric",
+                hint="Use x.shape[0] or -1 for the batch size, not a number or len(x); the last batch of an epoch is smaller.",
             )
     for symbol, bounds in exported.range_constraints.items():
         limited = bounds.lower > _LARGEST_LOWER_BOUND or (bounds.upper.is_number and bounds.upper.is_finite and bounds.upper < 2**31)

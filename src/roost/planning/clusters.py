@@ -21,8 +21,12 @@ TIE = 0.02
 """Predictions that differ by less than this fraction count as equal: then fewer stages, then less staleness win."""
 SLOWEST_CLUSTER = 0.02
 """A cluster slower than this fraction of the fastest is left out: it adds next to nothing, and every averaging round waits for it."""
-WORK_BUDGET = 150_000_000
-"""Entries of cost tables that one search may fill: about two seconds on one core."""
+WORK_BUDGET = 120_000_000
+"""Entries of cost tables that one search may fill: one or two seconds on one core."""
+STAGE_OVERHEAD = 10_000
+"""What handling one stage costs besides, in entries."""
+SINGLE_STEPS = 12
+"""Groups grow by single nodes up to this size, beyond it by a quarter."""
 PERMUTED_STAGES = 4
 """Clusters up to this size are tried in every order; larger ones by exchanging neighbours."""
 EXCHANGES = 12
@@ -43,14 +47,16 @@ class ClusterSearch:
     max_clusters: int
     """0: no bound."""
     rng: random.Random
+    budget: int = WORK_BUDGET
+    """Once it is used up, groups that were not looked at yet count as unable to hold the model."""
     _known: dict[tuple[Group, bool], ClusterCut | None] = field(default_factory=dict)
     _work: int = 0
 
     def best(self) -> list[ClusterCut] | None:
         """Return the clusters of the best partition found, fastest first; None if none respects memory and bounds."""
-        found = self._complete() if len(self.nodes) <= EXHAUSTIVE_POOL else self._climb()
-        seeds = [partition for partition in self._simple() if self._rates(partition) is not None]
-        chosen = self._choose([*found, *seeds])
+        starts = list(dict.fromkeys(partition for partition in self._simple() if self._rates(partition) is not None))
+        found = self._complete() if len(self.nodes) <= EXHAUSTIVE_POOL else self._climb(starts)
+        chosen = self._choose([*found, *starts])
         if chosen is None:
             return None
         averaging = len(chosen) > 1
@@ -73,7 +79,7 @@ class ClusterSearch:
         members = [self.nodes[index] for index in sorted(group)]
         # One stage with one micro-batch in flight needs least: less memory than that cannot hold the model.
         least = self.cutter.memory.stage_bytes(0, self.cutter.costs.units, 1, averaging)
-        if len(members) > self.cutter.costs.units or sum(node.memory_bytes for node in members) < least:
+        if len(members) > self.cutter.costs.units or sum(node.memory_bytes for node in members) < least or self._work > self.budget:
             return None
         cuts = [cut for order in self._orders(members) if (cut := self._try(order, averaging)) is not None]
         if not cuts and len(members) <= PERMUTED_STAGES:
@@ -82,7 +88,7 @@ class ClusterSearch:
         return min(cuts, key=lambda cut: cut.period_s, default=None)
 
     def _try(self, order: Sequence[NodeProfile], averaging: bool) -> ClusterCut | None:
-        self._work += len(order) * (self.cutter.costs.units + 1) ** 2
+        self._work += len(order) * ((self.cutter.costs.units + 1) ** 2 + STAGE_OVERHEAD)
         return self.cutter.cut(order, averaging)
 
     def _orders(self, members: Sequence[NodeProfile]) -> list[tuple[NodeProfile, ...]]:
@@ -211,11 +217,13 @@ class ClusterSearch:
         by_speed = sorted(places, key=lambda index: (-self.nodes[index].flop_per_s, -self.nodes[index].memory_bytes, index))
         # Large nodes beside small ones form more clusters than alike ones do, when only that gives each enough memory.
         mixed = [index for pair in itertools.zip_longest(by_memory, reversed(by_memory)) for index in pair if index is not None]
-        found = [self._similar(order) for order in (by_speed, by_memory, mixed[: len(self.nodes)])]
+        single = self._smallest(by_memory, averaging=False)
+        found: list[Partition] = [(single,)] if single is not None else []
+        if self.max_clusters != 1:
+            found += [self._similar(order) for order in (by_speed, by_memory, mixed[: len(self.nodes)])]
         found += [self._dealt(by_memory, self.min_clusters)] if self.min_clusters > 1 else []
         # Fewest nodes that hold the model, then more of them: a stage more also means a micro-batch more in flight.
-        single = self._smallest(by_memory, averaging=False)
-        return [*found, (single,)] if single is not None else found
+        return found
 
     def _similar(self, order: Sequence[int]) -> Partition:
         """Return groups of neighbours in `order`, each the smallest that holds the model; what is left at the end stays unused."""
@@ -230,7 +238,7 @@ class ClusterSearch:
         return tuple(groups)
 
     def _smallest(self, order: Sequence[int], averaging: bool) -> Group | None:
-        """Return the first nodes of `order` that hold the model: as few as that takes, or, beyond eight, a few more."""
+        """Return the first nodes of `order` that hold the model: as few as that takes, or, beyond SINGLE_STEPS, some more."""
         size, most = 1, min(len(order), self.cutter.costs.units)
         while most:
             group = frozenset(order[:size])
@@ -238,7 +246,7 @@ class ClusterSearch:
                 return group
             if size == most:
                 break
-            size = min(most, size + 1 + size // 8)
+            size = min(most, size + 1 if size < SINGLE_STEPS else size + size // 4)
         return None
 
     def _dealt(self, by_memory: Sequence[int], clusters: int) -> Partition:
@@ -253,12 +261,11 @@ class ClusterSearch:
 
     # ------------------------------------------------------------ large pools: improve step by step
 
-    def _climb(self) -> list[Partition]:
+    def _climb(self, starts: Sequence[Partition]) -> list[Partition]:
         """Return local optima: from every start, exchange and move nodes while the total rises, until the budget is used."""
-        starts = list(dict.fromkeys(partition for partition in self._simple() if self._rates(partition) is not None))
         optima = []
         for number, start in enumerate(starts):
-            limit = WORK_BUDGET * (number + 1) // len(starts)
+            limit = self._work + (self.budget - self._work) // (len(starts) - number)
             optima.append(self._improve(start, limit))
         return optima
 

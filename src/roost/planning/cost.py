@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
@@ -68,6 +69,29 @@ def unit_costs(profile: ModelProfile, config: JobConfig) -> UnitCosts:
         crossing_bytes=np.asarray([math.ceil(size * scale) for size in crossing], dtype=np.float64),
         reference_flop_per_s=profile.reference_flop_per_s,
     )
+
+
+def merge_units(costs: UnitCosts, limit: int) -> tuple[UnitCosts, tuple[int, ...]]:
+    """Return costs with at most `limit` units, each a run of the given ones, and the first unit of each run (and the end).
+
+    Runs hold about the same work and memory, and end where few bytes cross: a search over them is quick and loses little.
+    """
+    if costs.units <= limit:
+        return costs, tuple(range(costs.units + 1))
+    held = costs.seconds / max(costs.seconds[-1], 1e-30)
+    held = held + (costs.tensor_bytes + costs.saved_bytes) / max(costs.tensor_bytes[-1] + costs.saved_bytes[-1], 1.0)
+    # A little per unit, so that units without work or memory are spread too.
+    held = held + np.arange(costs.units + 1) / costs.units * 0.1
+    bucket = np.minimum((held / held[-1] * limit).astype(np.int64), limit - 1)
+    places = [0]
+    for number in range(1, limit):
+        inside = np.flatnonzero(bucket[1:-1] == number) + 1
+        if inside.size:
+            places.append(int(inside[np.argmin(costs.crossing_bytes[inside])]))
+    places.append(costs.units)
+    chosen = np.asarray(places)
+    arrays = {name: value[chosen] for name, value in vars(costs).items() if isinstance(value, np.ndarray)}
+    return dataclasses.replace(costs, units=len(places) - 1, **arrays), tuple(places)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,16 +9,20 @@ from collections.abc import Sequence
 
 from roost.config import JobConfig, format_bytes
 from roost.errors import EmptyPoolError, InvalidConfigError, NodeTooSmallError, PlanningError, PoolTooSmallError
-from roost.planning.clusters import ClusterSearch
-from roost.planning.cost import LinkTable, link_table, unit_costs
+from roost.planning.clusters import WORK_BUDGET, ClusterSearch
+from roost.planning.cost import LinkTable, UnitCosts, link_table, merge_units, unit_costs
 from roost.planning.memory import MemoryModel, optimizer_copies
 from roost.planning.segments import make_segments
 from roost.planning.shares import data_shares
 from roost.planning.stages import ClusterCut, StageCutter
 from roost.types import ClusterPlan, LinkProfile, ModelProfile, NodeProfile, Plan, StagePlan
 
-SHORTAGE_PRECISION = 1e-3
+SEARCHED_UNITS = 64
+"""Models with more units are searched with neighbouring units merged; the cuts of the chosen clusters are then made exact."""
+SHORTAGE_PRECISION = 5e-3
 """How exactly a shortage of memory is searched for, relative to it."""
+QUICK_BUDGET = 15_000_000
+"""Work for a search that only asks whether there is some plan."""
 
 
 def make_plan(
@@ -32,18 +36,43 @@ def make_plan(
     pool = tuple(sorted(nodes, key=lambda node: node.node_id))
     _check_pool(pool, config)
     costs = unit_costs(profile, config)
-    memory = MemoryModel(costs=costs, optimizer_copies=optimizer_copies(config.optimizer))
     table = link_table(links)
-    cutter = StageCutter(costs=costs, memory=memory, links=table, in_flight_bound=config.max_in_flight)
-    _check_units(profile, pool, memory, config)
-    clusters = _search(pool, cutter, config, rng).best()
+    fine = _cutter(costs, table, config)
+    _check_units(profile, pool, fine.memory, config)
+    coarse = _cutter(merge_units(costs, SEARCHED_UNITS)[0], table, config)
+    clusters = _search(pool, coarse, config, rng).best()
+    if clusters is not None and coarse.costs.units < fine.costs.units:
+        clusters = [_recut(cut, fine, len(clusters) > 1) for cut in clusters]
+    if clusters is None and coarse.costs.units < fine.costs.units:
+        clusters = _search(pool, fine, config, rng, quick=True).best()
     if clusters is None:
-        raise _pool_too_small(pool, cutter, config)
-    return _write(profile, pool, cutter, clusters, table)
+        raise _pool_too_small(pool, coarse, config)
+    return _write(profile, pool, fine, clusters, table)
 
 
-def _search(pool: tuple[NodeProfile, ...], cutter: StageCutter, config: JobConfig, rng: random.Random) -> ClusterSearch:
-    return ClusterSearch(nodes=pool, cutter=cutter, min_clusters=config.min_clusters, max_clusters=config.max_clusters, rng=rng)
+def _cutter(costs: UnitCosts, links: LinkTable, config: JobConfig) -> StageCutter:
+    memory = MemoryModel(costs=costs, optimizer_copies=optimizer_copies(config.optimizer))
+    return StageCutter(costs=costs, memory=memory, links=links, in_flight_bound=config.max_in_flight)
+
+
+def _search(
+    pool: tuple[NodeProfile, ...], cutter: StageCutter, config: JobConfig, rng: random.Random, *, quick: bool = False
+) -> ClusterSearch:
+    return ClusterSearch(
+        nodes=pool,
+        cutter=cutter,
+        min_clusters=config.min_clusters,
+        max_clusters=config.max_clusters,
+        rng=rng,
+        budget=QUICK_BUDGET if quick else WORK_BUDGET,
+    )
+
+
+def _recut(cut: ClusterCut, fine: StageCutter, averaging: bool) -> ClusterCut:
+    """Return the best cut between any two units for nodes that were chosen, and ordered, on merged units."""
+    found = fine.cut(cut.nodes, averaging, polish=True)
+    assert found is not None, "every cut between merged units is a cut between units"
+    return found
 
 
 # ------------------------------------------------------------ what cannot be planned
@@ -82,7 +111,7 @@ def _pool_too_small(pool: tuple[NodeProfile, ...], cutter: StageCutter, config: 
     while high - low > max(1, high * SHORTAGE_PRECISION):
         middle = (low + high) // 2
         bigger = _enlarge(pool, {node.node_id for node in enlarged}, middle)
-        low, high = (low, middle) if _search(bigger, cutter, config, random.Random(0)).feasible() else (middle, high)
+        low, high = (low, middle) if _search(bigger, cutter, config, random.Random(0), quick=True).feasible() else (middle, high)
     total = sum(node.memory_bytes for node in pool)
     missing = high * len(enlarged)
     names = ", ".join(sorted(node.node_id for node in enlarged))

@@ -115,7 +115,9 @@ def example(name: str) -> Example:
         loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 0.5, 1.5]))
         return Example(model=ConvNet(), loss=loss, inputs=torch.randn(8, 1, 10, 10), labels=torch.randint(0, 4, (8,)))
     ids = torch.randint(0, VOCABULARY, (8, CONTEXT + 1))
-    return Example(model=TinyGPT(tied=name == "tied_gpt"), loss=LanguageLoss(), inputs=ids[:, :-1].contiguous(), labels=ids[:, 1:].contiguous())
+    return Example(
+        model=TinyGPT(tied=name == "tied_gpt"), loss=LanguageLoss(), inputs=ids[:, :-1].contiguous(), labels=ids[:, 1:].contiguous()
+    )
 
 
 def training_tensors(captured: Captured) -> dict[str, Tensor]:
