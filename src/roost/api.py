@@ -16,9 +16,11 @@ from roost.capture.check import check_against_eager
 from roost.capture.export import Captured, capture
 from roost.capture.graph_format import to_bytes
 from roost.capture.profiling import profile
-from roost.checkpoint.reader import Checkpoint, load
+from roost.checkpoint.manifest import MANIFEST_FILE
+from roost.checkpoint.reader import Checkpoint, latest, load
+from roost.checkpoint.writer import check_writable
 from roost.config import ArgumentValue, JobConfig, NamedArguments, require
-from roost.errors import InvalidConfigError
+from roost.errors import CheckpointMismatchError, InvalidConfigError
 from roost.pipeline.optimizer import check_optimizer
 from roost.pipeline.probe import measure
 from roost.pipeline.tensor_bytes import spec_of
@@ -29,6 +31,11 @@ from roost.types import ModelProfile
 
 logger = logging.getLogger(__name__)
 
+WAIT_S = 120.0
+"""How long nodes have to join unless the caller says otherwise."""
+WHOLE_NUMBERS = ("batch_size", "epochs", "averaging_interval", "sync_interval", "seed", "min_clusters", "max_clusters", "max_in_flight")
+"""Fields of a Job that count something."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Defaults:
@@ -36,6 +43,7 @@ class Defaults:
 
     pool: Pool | None = None
     observer: Observer | None = None
+    wait_s: float = WAIT_S
     runs: list[Run] = field(default_factory=list)
     """Every run the script starts is added here."""
 
@@ -92,6 +100,11 @@ class Job:
         require(isinstance(self.model, nn.Module), f"model must be a torch.nn.Module, not a {type(self.model).__name__}")
         require(callable(self.loss), "loss must be callable: loss(output, label) -> scalar tensor")
         require(self.metric is None or callable(self.metric), "metric must be callable: metric(output, label) -> scalar tensor")
+        require(self.micro_batch_size is None or _is_whole(self.micro_batch_size), "micro_batch_size must be a whole number or None")
+        for name in WHOLE_NUMBERS:
+            require(_is_whole(getattr(self, name)), f"{name} must be a whole number, not {getattr(self, name)!r}")
+        for name in ("optimizer_args", "schedule_args"):
+            require(isinstance(getattr(self, name), Mapping), f'{name} must be a dict of keyword arguments, such as {{"lr": 1e-3}}')
 
 
 def train(
@@ -99,24 +112,26 @@ def train(
     pool: Pool | str | None = None,
     *,
     resume: str | Path | None = None,
-    wait_s: float = 120.0,
+    wait_s: float | None = None,
     observer: Observer | None = None,
 ) -> Run:
     """Start training `job` on `pool` and return its Run once the plan is made.
 
     `pool` is roost.local(...), a coordinator's "host:port", or None for the pool `roost train` was given. `resume` is a
-    checkpoint directory to go on from. Nodes have `wait_s` seconds to join. Raises RoostError: everything that can be
-    refused is refused here, before anything is trained.
+    checkpoint to go on from, or the directory of a run, whose newest checkpoint is taken. Nodes have `wait_s` seconds
+    (default: two minutes) to join. Raises RoostError: everything that can be refused is refused here, before anything is
+    trained.
     """
     defaults = DEFAULTS.get() or Defaults()
-    chosen = RemotePool(address=pool) if isinstance(pool, str) else pool or defaults.pool
+    chosen = RemotePool(address=pool) if isinstance(pool, str) else pool if pool is not None else defaults.pool
     if chosen is None:
         raise InvalidConfigError(
             "train() was given no pool",
             hint="Pass pool=roost.local(nodes=2) or pool='host:port', or run the script with 'roost train SCRIPT --pool HOST:PORT'.",
         )
+    require(hasattr(chosen, "enter"), f"pool must be roost.local(...), roost.RemotePool(...) or 'host:port', not {chosen!r}")
     package = prepare(job, resume=resume)
-    run = Run(package, chosen, observer=observer or defaults.observer, wait_s=wait_s)
+    run = Run(package, chosen, observer=observer or defaults.observer, wait_s=defaults.wait_s if wait_s is None else wait_s)
     run.start()
     defaults.runs.append(run)
     return run
@@ -126,10 +141,16 @@ def prepare(job: Job, *, resume: str | Path | None = None) -> JobPackage:
     """Return the captured, checked and measured job. Raises RoostError for anything that cannot be trained."""
     training = SampleSource(job.data, what="the training data")
     validation = SampleSource(job.validation, what="the validation data") if job.validation is not None else None
-    checkpoint = load(Path(resume)) if resume is not None else None
+    checkpoint = _checkpoint(Path(resume)) if resume is not None else None
     config = _config(job, len(training), 0 if validation is None else len(validation), checkpoint)
     check_optimizer(config)
+    check_writable(Path(job.checkpoint_dir))
     micro_batch = example_batch(training, config.micro_batch_size)
+    training.expect(micro_batch)
+    if validation is not None:
+        require(len(validation) > 0, "the validation data is empty; leave it out to train without evaluation")
+        validation.expect(micro_batch)
+        validation.batch([0])
     inputs, labels = micro_batch[:-1], micro_batch[-1:]
     captured = capture(job.model, job.loss, inputs, labels, metric=job.metric, name=job.name)
     check_against_eager(job.model, job.loss, captured, inputs, labels, seed=job.seed)
@@ -161,13 +182,17 @@ def _config(job: Job, samples: int, validation_samples: int, checkpoint: Checkpo
     start_updates = checkpoint.manifest.contents.updates if checkpoint is not None else 0
     if checkpoint is not None and start_epoch >= job.epochs:
         raise InvalidConfigError(f"the checkpoint has done {start_epoch} epochs, the job asks for {job.epochs}", hint="Raise epochs.")
+    if checkpoint is not None and (saved := checkpoint.manifest.contents.config.optimizer.name) != job.optimizer:
+        raise CheckpointMismatchError(f"the checkpoint has the state of {saved}, the job asks for {job.optimizer}")
     require(samples > 0, "the training data is empty")
+    micro_batch_size = job.batch_size if job.micro_batch_size is None else job.micro_batch_size
+    require(micro_batch_size <= job.batch_size, f"micro_batch_size {micro_batch_size} is larger than batch_size {job.batch_size}")
     return JobConfig(
         job_id=new_job_id(job.name),
         optimizer=_named(job.optimizer, job.optimizer_args),
         schedule=_named(job.schedule, job.schedule_args) if job.schedule is not None else None,
         batch_size=min(job.batch_size, samples),
-        micro_batch_size=min(job.micro_batch_size or job.batch_size, job.batch_size, samples),
+        micro_batch_size=min(micro_batch_size, samples),
         epochs=job.epochs,
         averaging_interval=job.averaging_interval,
         sync_interval=job.sync_interval,
@@ -180,6 +205,15 @@ def _config(job: Job, samples: int, validation_samples: int, checkpoint: Checkpo
         start_epoch=start_epoch,
         start_updates=start_updates,
     )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _checkpoint(directory: Path) -> Checkpoint:
+    """Return the checkpoint in `directory`, or the newest of the run whose directory it is."""
+    return load(directory if (directory / MANIFEST_FILE).exists() else latest(directory) or directory)
 
 
 def _named(name: str, arguments: Mapping[str, ArgumentValue | list[float]]) -> NamedArguments:

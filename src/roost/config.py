@@ -133,7 +133,7 @@ class TransportConfig:
     """Largest message (all buffers together) it accepts."""
     max_header_bytes: int = 8 << 20
     """Largest message header it accepts."""
-    frame_bytes: int = 512 << 10
+    frame_bytes: int = 1 << 20
     """Bytes per frame on a stream."""
     connect_s: float = 10.0
     """Deadline for a connection to a peer."""

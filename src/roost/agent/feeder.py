@@ -34,7 +34,8 @@ class Feeder:
         self._training_slots = asyncio.Semaphore(2)
         self._evaluation_slots = asyncio.Semaphore(2 * len(assignment.cluster.stages))
         self._next_number = 0
-        self._next_batch = 0
+        # A resumed run goes on with the seeds that the run before it would have used next.
+        self._next_batch = assignment.config.start_updates
         self._lease_of_batch: dict[int, int] = {}
         self._open_batches: dict[int, int] = {}
         self._fetching: set[asyncio.Task[tuple[Tensor, ...]]] = set()

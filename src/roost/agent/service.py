@@ -17,7 +17,16 @@ from roost.agent.compute import ComputeThread
 from roost.agent.links import measure_links
 from roost.agent.stage_driver import StageDriver, failure_of
 from roost.config import AgentConfig
-from roost.errors import ForbiddenError, JobRefusedError, MalformedMessageError, RoostError, TransportError
+from roost.errors import (
+    DeadlineError,
+    ForbiddenError,
+    JobRefusedError,
+    MalformedMessageError,
+    PeerUnreachableError,
+    RoostError,
+    StageFailedError,
+    TransportError,
+)
 from roost.pipeline.probe import free_memory_bytes, measure
 from roost.transport.interface import Buffer, Sender, Transport
 from roost.types import NodeProfile, Peer, Role
@@ -119,6 +128,13 @@ class Agent:
 
     async def on_call(self, sender: Sender, message: m.Message, buffers: Sequence[Buffer]) -> tuple[m.Message, Sequence[Buffer]]:
         """Answer the coordinator, or a peer that measures its link. Raises RoostError, which goes back to the caller."""
+        try:
+            return await self._answer(message)
+        except (PeerUnreachableError, DeadlineError) as error:
+            # As it is, it would read as if the caller had not reached this node.
+            raise StageFailedError(f"node {self.node_id} cannot go on: {error.message}", hint=error.hint) from error
+
+    async def _answer(self, message: m.Message) -> tuple[m.Message, Sequence[Buffer]]:
         match message:
             case m.Ping():
                 return m.Done(), []

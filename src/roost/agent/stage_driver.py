@@ -341,8 +341,12 @@ class StageDriver:
             await self._transport.call(self.assignment.requester, message, buffers, deadline_s=120.0)
 
     def _state_of(self, names: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        state = self._runner.state()
+        state = self.state()
         return {name: state[name] for name in names}, self._runner.optimizer_state(names)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the stage's parameters and buffers; they share its storage."""
+        return self._runner.state()
 
     def metrics(self) -> StageMetrics:
         """Return the counters of this stage so far."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ from roost.config import check_identifier
 from roost.errors import CheckpointError, CheckpointMismatchError
 
 logger = logging.getLogger(__name__)
+
+WRITABLE_HINT = "Choose a directory that can be written (Job.checkpoint_dir)."
 
 
 @dataclass(kw_only=True, slots=True)
@@ -111,7 +114,7 @@ class CheckpointWriter:
             shutil.rmtree(directory, ignore_errors=True)  # parts of a run that was interrupted must not mix with these
             directory.mkdir(parents=True)
         except OSError as error:
-            raise CheckpointError(f"{directory} cannot be made: {error}", hint="Choose a directory that can be written.") from error
+            raise CheckpointError(f"{directory} cannot be made: {error}", hint=WRITABLE_HINT) from error
         self._open[name] = _Parts(directory=directory)
         return self._open[name]
 
@@ -135,6 +138,16 @@ class CheckpointWriter:
             if path != newest:
                 shutil.rmtree(path, ignore_errors=True)
                 logger.info("checkpoint_deleted path=%s", path)
+
+
+def check_writable(root: Path) -> None:
+    """Make the directory `root` if there is none. Raises CheckpointError if files cannot be made in it."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root):
+            pass
+    except OSError as error:
+        raise CheckpointError(f"checkpoints cannot be written to {root}: {error}", hint=WRITABLE_HINT) from error
 
 
 def _assemble(name: str, uploaded: Mapping[str, Tensor], contents: CheckpointContents) -> dict[str, Tensor]:

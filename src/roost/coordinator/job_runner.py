@@ -13,8 +13,13 @@ from typing import Any
 from roost import messages as m
 from roost.config import CoordinatorConfig, JobConfig
 from roost.errors import (
+    DeadlineError,
+    EmptyPoolError,
     ForbiddenError,
     MalformedMessageError,
+    NodeLostError,
+    PeerUnreachableError,
+    RequesterLostError,
     RoostError,
     StageFailedError,
     error_from_code,
@@ -56,7 +61,9 @@ class JobRunner:
         config: CoordinatorConfig,
         transport: Transport,
         on_change: Callable[[JobRunner], None],
+        on_lost: Callable[[str, str], None],
     ) -> None:
+        """`on_change` is told of every move; `on_lost` of a node that could not be reached, and why."""
         self.config: JobConfig = request.config
         self.requester = request.requester
         self.nodes = tuple(nodes)
@@ -64,6 +71,7 @@ class JobRunner:
         self._settings = config
         self._transport = transport
         self._on_change = on_change
+        self._on_lost = on_lost
         self.lifecycle = lifecycle.JobLifecycle(self.job_id, evaluates=self.config.validation_samples > 0)
         self.plan: Plan | None = None
         self.planned: asyncio.Future[Plan] = asyncio.get_running_loop().create_future()
@@ -172,10 +180,14 @@ class JobRunner:
             self.event(lifecycle.EvaluationFinished())
 
     def stage_failed(self, node_id: str, message: m.StageFailed) -> None:
-        """A node gave up its stage: the job ends with its error."""
+        """A node gave up its stage: the job ends with its error. A node that misses a peer says so; the peer is what was lost."""
         if self.stage_of(node_id) is None:
             raise ForbiddenError(f"node {node_id} runs no stage of job {self.job_id}")
-        self.fail(error_from_code(message.code, message.message, message.hint))
+        error = error_from_code(message.code, message.message, message.hint)
+        if isinstance(error, PeerUnreachableError | DeadlineError):
+            away = RequesterLostError if error.message.startswith(f"{self.requester.peer_id} at ") else NodeLostError
+            error = away(f"node {node_id} cannot go on without its peer: {error.message}")
+        self.fail(error)
 
     def heartbeat(self, metrics: StageMetrics) -> None:
         """Take the newest counters of a stage."""
@@ -220,14 +232,11 @@ class JobRunner:
                 self._spawn(self._end_stages(), "end")
 
     async def _measure_and_plan(self) -> None:
-        links: list[LinkProfile] = []
-        # One node at a time: probes that run together would measure each other.
-        for node in self.nodes:
-            others = tuple(_peer(other) for other in self.nodes if other.node_id != node.node_id)
-            if others:
-                links.extend(await self._probe(node, others))
+        links = await self._measure_links()
         generator = random.Random(self.config.seed)
         plan = await asyncio.to_thread(make_plan, self._request.profile, self.nodes, links, self.config, generator)
+        if self.lifecycle.ended:
+            return
         self.plan = plan
         self._leases = LeaseBook(
             samples=self.config.samples,
@@ -239,16 +248,36 @@ class JobRunner:
             sync_interval=self.config.sync_interval,
             evaluate=self.config.validation_samples > 0,
         )
-        if not self.lifecycle.ended:
-            self.planned.set_result(plan)
-            self.event(lifecycle.LinksMeasured())
+        self.planned.set_result(plan)
+        self.event(lifecycle.LinksMeasured())
+
+    async def _measure_links(self) -> list[LinkProfile]:
+        """Return every link that could be measured. Nodes that have gone without a word are left out of the job.
+
+        Raises EmptyPoolError if fewer are left than the requester waited for.
+        """
+        links: list[LinkProfile] = []
+        # One node at a time: probes that run together would measure each other.
+        for node in self.nodes:
+            others = tuple(_peer(other) for other in self.nodes if other.node_id != node.node_id)
+            try:
+                links.extend(await self._probe(node, others))
+            except NodeLostError as error:
+                self._on_lost(node.node_id, error.message)
+                self.nodes = tuple(other for other in self.nodes if other.node_id != node.node_id)
+                if len(self.nodes) < max(1, self._request.wait_nodes):
+                    raise EmptyPoolError(
+                        f"{len(self.nodes)} of {self._request.wait_nodes} nodes are left: {error.message}",
+                        hint="Start that node again, or ask for fewer nodes.",
+                    ) from error
+        return links
 
     async def _probe(self, node: NodeProfile, others: tuple[Peer, ...]) -> tuple[LinkProfile, ...]:
         request = m.ProbeLinks(targets=others, payload_bytes=PROBE_BYTES)
-        reply = await self._transport.call(_peer(node), request, deadline_s=self._settings.sync_s)
-        if not isinstance(reply.message, m.LinkReport):
-            raise MalformedMessageError(f"node {node.node_id} answered a link probe with {type(reply.message).__name__}")
-        return reply.message.links
+        reply = await self._call(node.node_id, request, self._settings.sync_s)
+        if not isinstance(reply, m.LinkReport):
+            raise MalformedMessageError(f"node {node.node_id} answered a link probe with {type(reply).__name__}")
+        return reply.links
 
     async def _prepare_stages(self) -> None:
         plan = self._planned()
@@ -314,9 +343,13 @@ class JobRunner:
 
         await _together(save(stage) for stage in cluster.stages)
         finish = m.FinishCheckpoint(job_id=self.job_id, checkpoint=name, epoch=epoch, updates=self._schedule_steps(), plan=plan)
-        reply = await self._transport.call(self.requester, finish, deadline_s=self._settings.sync_s)
-        path = reply.message.path if isinstance(reply.message, m.CheckpointWritten) else ""
-        self._record(path)
+        try:
+            reply = (await self._transport.call(self.requester, finish, deadline_s=self._settings.sync_s)).message
+        except (PeerUnreachableError, DeadlineError) as error:
+            raise RequesterLostError(f"requester {self.requester.peer_id} did not finish checkpoint {name}: {error.message}") from error
+        if not isinstance(reply, m.CheckpointWritten):
+            raise MalformedMessageError(f"the requester answered a finished checkpoint with {type(reply).__name__}")
+        self._record(reply.path)
         if not self.lifecycle.ended:
             self.event(lifecycle.CheckpointWritten(finished=self._book.at_end))
 
@@ -354,6 +387,8 @@ class JobRunner:
             except RoostError as error:
                 # The node may be what failed; it drops the stage by itself once it hears from the coordinator again.
                 logger.warning("stage_not_ended job=%s node=%s error=%s", self.job_id, stage.node_id, error.message)
+                if isinstance(error, NodeLostError):
+                    self._on_lost(stage.node_id, error.message)
                 return
             if isinstance(reply, m.StageReport):
                 self.heartbeat(reply.metrics)
@@ -376,6 +411,11 @@ class JobRunner:
                     await self._changed.wait()
             except TimeoutError:
                 continue
+
+    def repeat_last_update(self) -> None:
+        """Send the end of the job again: a requester that still sends heartbeats has not heard of it."""
+        if self.ended.is_set():
+            self._spawn(self._send_update(), "repeat-update")
 
     async def _send_update(self) -> None:
         failed = None
@@ -403,8 +443,12 @@ class JobRunner:
         return self.plan
 
     async def _call(self, node_id: str, message: m.Message, deadline_s: float) -> m.Message:
+        """Return a node's reply. Raises NodeLostError if it cannot be reached or is silent, and whatever error it reports."""
         node = next(node for node in self.nodes if node.node_id == node_id)
-        return (await self._transport.call(_peer(node), message, deadline_s=deadline_s)).message
+        try:
+            return (await self._transport.call(_peer(node), message, deadline_s=deadline_s)).message
+        except (PeerUnreachableError, DeadlineError) as error:
+            raise NodeLostError(f"node {node_id} is lost: {error.message}") from error
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=f"{name}-{self.job_id}")

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from roost import messages as m
 from roost.config import CoordinatorConfig
@@ -28,6 +29,15 @@ from roost.types import NodeProfile
 logger = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True)
+class Submission:
+    """A job that waits for nodes to join."""
+
+    job_id: str
+    requester_id: str
+    withdrawn: bool = False
+
+
 class Coordinator:
     """The handler of the matchmaking process. Times come from the monotonic clock; the store gets wall-clock times."""
 
@@ -40,16 +50,15 @@ class Coordinator:
         self._torch_versions: dict[str, str] = {}
         self._joined = asyncio.Condition()
         self._job: JobRunner | None = None
-        self._submitting = ""
+        self._submission: Submission | None = None
         self._saved_plan = ""
-        self._withdrawn = False
         self._requester_heard = 0.0
 
     async def watch(self) -> None:
         """Look for nodes and requesters that have fallen silent, until cancelled."""
         while True:
             await asyncio.sleep(self._config.heartbeat_s)
-            self._expire(time.monotonic())
+            await self._expire(time.monotonic())
 
     async def close(self) -> None:
         """End what the running job still has under way."""
@@ -70,8 +79,10 @@ class Coordinator:
             case m.SubmitJob():
                 return await self._submit(sender, message), []
             case m.RequesterHeartbeat():
-                self._of_requester(sender, message.job_id)
+                job = self._of_requester(sender, message.job_id)
                 self._requester_heard = time.monotonic()
+                if job is not None:
+                    job.repeat_last_update()
                 return m.Done(), []
             case m.CancelJob():
                 await self._cancel(sender, message.job_id)
@@ -125,13 +136,24 @@ class Coordinator:
                 job.heartbeat(message.metrics)
         return m.Done()
 
-    def _expire(self, now: float) -> None:
+    async def _expire(self, now: float) -> None:
         for node_id in self._nodes.expire(now):
             del self._profiles[node_id]
             self._node_lost(node_id, f"has not been heard of for {self._config.lost_after_s:.0f} s")
+        if now - self._requester_heard <= self._config.lost_after_s:
+            return
         job = self._job
-        if job is not None and not job.lifecycle.ended and now - self._requester_heard > self._config.lost_after_s:
+        if job is not None and not job.lifecycle.ended:
             job.fail(RequesterLostError(f"requester {job.requester.peer_id} has not been heard of for {self._config.lost_after_s:.0f} s"))
+        if self._submission is not None:
+            await self._withdraw(self._submission)
+
+    def _node_unreachable(self, node_id: str, why: str) -> None:
+        """Give up a node that a job could not reach, so that the next job does not count on it."""
+        if node_id in self._profiles:
+            del self._profiles[node_id]
+            self._nodes.handle(membership.NodeSilent(node_id=node_id))
+            self._node_lost(node_id, f"cannot be reached: {why}")
 
     def _obey(self, instruction: membership.MembershipInstruction, what: str) -> None:
         match instruction:
@@ -156,43 +178,59 @@ class Coordinator:
             raise VersionMismatchError(f"the requester speaks protocol {message.protocol_version}, this coordinator {m.PROTOCOL_VERSION}")
         if message.requester.peer_id != sender.peer_id:
             raise ForbiddenError(f"{sender.peer_id} submits a job for {message.requester.peer_id}")
-        busy = self._submitting or (self._job.job_id if self._job is not None and not self._job.ended.is_set() else "")
-        if busy:
-            raise JobRefusedError(f"the coordinator is busy with job {busy}")
-        self._submitting, self._withdrawn = message.config.job_id, False
+        self._refuse_if_busy()
+        self._submission = submission = Submission(job_id=message.config.job_id, requester_id=sender.peer_id)
+        self._requester_heard = time.monotonic()
         try:
-            nodes = await self._wait_for_nodes(message)
+            nodes = await self._wait_for_nodes(message, submission)
             self._check_versions(message.torch_version, nodes)
-            self._requester_heard = time.monotonic()
-            job = JobRunner(request=message, nodes=nodes, config=self._config, transport=self._transport, on_change=self._job_changed)
-            self._job = job
+            self._store.add_job(message.config, now=time.time())
+            self._job = job = JobRunner(
+                request=message,
+                nodes=nodes,
+                config=self._config,
+                transport=self._transport,
+                on_change=self._job_changed,
+                on_lost=self._node_unreachable,
+            )
         finally:
-            self._submitting = ""
-        self._store.add_job(message.config, now=time.time())
+            self._submission = None
         job.start()
         plan = await asyncio.shield(job.planned)
         return m.JobAccepted(plan=plan, nodes=job.nodes)
 
-    async def _cancel(self, sender: Sender, job_id: str) -> None:
-        if job_id == self._submitting:
-            self._withdrawn = True
-            async with self._joined:
-                self._joined.notify_all()
-        else:
-            self._of_requester(sender, job_id).cancel()
+    def _refuse_if_busy(self) -> None:
+        job = self._job
+        if self._submission is not None:
+            raise JobRefusedError(f"the coordinator is busy: job {self._submission.job_id} waits for nodes")
+        if job is not None and not job.ended.is_set():
+            raise JobRefusedError(f"the coordinator is busy with job {job.job_id} of {job.requester.peer_id}")
 
-    async def _wait_for_nodes(self, message: m.SubmitJob) -> list[NodeProfile]:
+    async def _cancel(self, sender: Sender, job_id: str) -> None:
+        job = self._of_requester(sender, job_id)
+        if job is not None:
+            job.cancel()
+        elif self._submission is not None:
+            await self._withdraw(self._submission)
+
+    async def _withdraw(self, submission: Submission) -> None:
+        submission.withdrawn = True
+        async with self._joined:
+            self._joined.notify_all()
+
+    async def _wait_for_nodes(self, message: m.SubmitJob, submission: Submission) -> list[NodeProfile]:
         wanted = max(1, message.wait_nodes)
         try:
             async with asyncio.timeout(message.wait_s), self._joined:
-                await self._joined.wait_for(lambda: len(self._nodes.in_state(membership.NodeState.JOINED)) >= wanted or self._withdrawn)
+                await self._joined.wait_for(lambda: len(self._free()) >= wanted or submission.withdrawn)
         except TimeoutError:
-            raise EmptyPoolError(
-                f"{len(self._nodes.in_state(membership.NodeState.JOINED))} of {wanted} nodes have joined after {message.wait_s:.0f} s"
-            ) from None
-        if self._withdrawn:
+            raise EmptyPoolError(f"{len(self._free())} of {wanted} nodes have joined after {message.wait_s:.0f} s") from None
+        if submission.withdrawn:
             raise JobRefusedError(f"job {message.config.job_id} was withdrawn before it was planned", hint="Submit it again.")
-        return [self._profiles[node_id] for node_id in self._nodes.in_state(membership.NodeState.JOINED)]
+        return [self._profiles[node_id] for node_id in self._free()]
+
+    def _free(self) -> list[str]:
+        return self._nodes.in_state(membership.NodeState.JOINED)
 
     def _check_versions(self, torch_version: str, nodes: Sequence[NodeProfile]) -> None:
         release = _release(torch_version)
@@ -225,12 +263,18 @@ class Coordinator:
             raise JobRefusedError(f"job {job_id} is not running here")
         return self._job
 
-    def _of_requester(self, sender: Sender, job_id: str) -> JobRunner:
-        if self._job is None or self._job.job_id != job_id:
+    def _of_requester(self, sender: Sender, job_id: str) -> JobRunner | None:
+        """Return the requester's job, None while it waits for nodes. Raises JobRefusedError, ForbiddenError if it is another's."""
+        submission, job = self._submission, self._job
+        if submission is not None and submission.job_id == job_id:
+            owner, found = submission.requester_id, None
+        elif job is not None and job.job_id == job_id:
+            owner, found = job.requester.peer_id, job
+        else:
             raise JobRefusedError(f"job {job_id} is not running here")
-        if self._job.requester.peer_id != sender.peer_id:
-            raise ForbiddenError(f"job {job_id} belongs to {self._job.requester.peer_id}, not to {sender.peer_id}")
-        return self._job
+        if owner != sender.peer_id:
+            raise ForbiddenError(f"job {job_id} belongs to {owner}, not to {sender.peer_id}")
+        return found
 
     def _status(self, now: float) -> m.Status:
         job = self._job

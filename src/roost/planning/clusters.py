@@ -21,7 +21,7 @@ TIE = 0.02
 """Predictions that differ by less than this fraction count as equal: then fewer stages, then less staleness win."""
 SLOWEST_CLUSTER = 0.02
 """A cluster slower than this fraction of the fastest is left out: it adds next to nothing, and every averaging round waits for it."""
-WORK_BUDGET = 120_000_000
+WORK_BUDGET = 100_000_000
 """Entries of cost tables that one search may fill: one or two seconds on one core."""
 STAGE_OVERHEAD = 10_000
 """What handling one stage costs besides, in entries."""

@@ -146,7 +146,7 @@ class NodeTable:
     def expire(self, now: float) -> list[str]:
         """Declare every node lost that has not been heard for `lost_after_s`, and return their names, sorted."""
         present = [*self.in_state(NodeState.JOINED), *self.in_state(NodeState.ACTIVE)]
-        silent = sorted(node_id for node_id in present if now - self._heard[node_id] >= self._lost_after_s)
+        silent = sorted(node_id for node_id in present if now >= self._heard[node_id] + self._lost_after_s)
         for node_id in silent:
             self.handle(NodeSilent(node_id=node_id))
         return silent

@@ -34,22 +34,46 @@ class SampleSource:
         self._dataset = dataset
         self._what = what
         self._tensors = dataset if isinstance(dataset, tuple) and all(isinstance(part, Tensor) for part in dataset) else None
+        self._expected: list[tuple[torch.dtype, torch.Size]] | None = None
 
     def __len__(self) -> int:
         """Return the number of samples. Raises InvalidDataError."""
         if self._tensors is None:
-            if not hasattr(self._dataset, "__getitem__") or not hasattr(self._dataset, "__len__"):
-                raise InvalidDataError(f"{self._what} is a {type(self._dataset).__name__}, which has no length or no [index]")
-            return len(self._dataset)
+            return self._length_of_dataset()
         if len(self._tensors) < 2:
             raise InvalidDataError(f"{self._what} must have at least two tensors: inputs and labels")
+        if any(part.dim() == 0 for part in self._tensors):
+            raise InvalidDataError(f"{self._what} has a tensor without dimensions; the first dimension must be the samples")
         lengths = [len(part) for part in self._tensors]
         if len(set(lengths)) != 1:
             raise InvalidDataError(f"{self._what} has tensors of different lengths: {lengths}")
         return lengths[0]
 
+    def _length_of_dataset(self) -> int:
+        if not hasattr(self._dataset, "__getitem__"):
+            raise InvalidDataError(f"{self._what} is a {type(self._dataset).__name__}, which has no [index]")
+        try:
+            return len(self._dataset)
+        except (TypeError, NotImplementedError) as error:
+            raise InvalidDataError(f"{self._what} is a {type(self._dataset).__name__} without a length: {error}") from error
+
+    def expect(self, example: Sequence[Tensor]) -> None:
+        """Let batches pass from now on only if they differ from `example` in nothing but the number of samples."""
+        self._expected = [(part.dtype, part.shape[1:]) for part in example]
+
     def batch(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         """Return one tensor per input and label, stacked over `indices` along dimension 0. Raises InvalidDataError."""
+        batch = self._read(indices)
+        found = [(part.dtype, part.shape[1:]) for part in batch]
+        if self._expected is not None and found != self._expected:
+            raise InvalidDataError(
+                f"{self._what}: samples {list(indices)[:4]}... are {_described(found)}, the first training samples are "
+                f"{_described(self._expected)}",
+                hint="Every sample must have the same number of elements, shapes and dtypes: pad, crop or convert them in the dataset.",
+            )
+        return batch
+
+    def _read(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
         if self._tensors is not None:
             index = torch.as_tensor(indices, dtype=torch.int64)
             return tuple(self._checked(part[index], indices) for part in self._tensors)
@@ -80,7 +104,11 @@ class SampleSource:
             raise InvalidDataError(f"{self._what}: samples have dtype {tensor.dtype}, which is not supported")
         if len(tensor) != len(indices):
             raise InvalidDataError(f"{self._what}: asked for {len(indices)} samples, got {len(tensor)}")
-        return tensor.contiguous()
+        return tensor.detach().cpu().contiguous()
+
+
+def _described(parts: Sequence[tuple[torch.dtype, torch.Size]]) -> str:
+    return "(" + ", ".join(f"{str(dtype).removeprefix('torch.')} {list(shape)}" for dtype, shape in parts) + ")"
 
 
 def example_batch(source: SampleSource, samples: int) -> tuple[Tensor, ...]:

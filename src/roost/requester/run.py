@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import secrets
@@ -11,7 +12,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,7 +46,10 @@ logger = logging.getLogger(__name__)
 SUBMIT_MARGIN_S = 120.0
 """Time for probing links and planning, on top of the time nodes have to join."""
 HEARTBEAT_S = 1.0
+HEARTBEAT_DEADLINE_S = 5.0
 LOST_AFTER_FAILURES = 10
+FAREWELL_S = 5.0
+"""How long a requester that gives up tries to tell the coordinator."""
 KEPT_CHECKPOINTS = 3
 
 
@@ -82,6 +86,12 @@ class JobPackage:
     directory: Path
     resume: bool
 
+    @property
+    def unused(self) -> frozenset[str]:
+        """Tensors of the model that no unit of the graph owns."""
+        owned = {tensor.name for unit in self.profile.units for tensor in unit.tensors}
+        return frozenset(self.tensors) - owned - self.extras
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunMetrics:
@@ -117,6 +127,7 @@ class Run:
         self._wait_s = wait_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: Future[None] | None = None
+        self._stop_requested = threading.Event()
         self._planned = threading.Event()
         self._ended = threading.Event()
         self._over: asyncio.Event | None = None
@@ -145,13 +156,14 @@ class Run:
     def start(self) -> None:
         """Submit the job; returns once the plan is made. Raises RoostError if it is refused."""
         executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"roost-run-{self.job_id}")
+        _ACTIVE.add(self)
         self._thread = executor.submit(self._main)
         executor.shutdown(wait=False)
-        threading.Thread(target=self._stop_with_script, name="roost-main-watch", daemon=True).start()
         try:
             self._planned.wait()
         except KeyboardInterrupt:
             self.stop()
+            self._ended.wait()
             raise
         self._raise_error()
 
@@ -175,14 +187,20 @@ class Run:
         try:
             return self._ended.wait(timeout)
         except KeyboardInterrupt:
-            if self._loop is not None and self._over is not None:
-                self._loop.call_soon_threadsafe(self._over.set)
+            self._wake(self._over)
             raise
 
     def stop(self) -> None:
         """Ask the job to stop as soon as what was begun is done, and to save a checkpoint; wait() returns after that."""
-        if self._loop is not None and self._cancel is not None and not self._ended.is_set():
-            self._loop.call_soon_threadsafe(self._cancel.set)
+        self._stop_requested.set()
+        self._wake(self._cancel)
+
+    def _wake(self, event: asyncio.Event | None) -> None:
+        """Set an event of the run's own loop, from another thread."""
+        if self._loop is not None and event is not None and not self._ended.is_set():
+            # The loop may close in just this moment: then there is nobody left to wake.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(event.set)
 
     @property
     def ended(self) -> bool:
@@ -236,12 +254,6 @@ class Run:
                 error = error.exceptions[0]
             raise error
 
-    def _stop_with_script(self) -> None:
-        # A script that ends normally may leave the run to finish; one that raised must leave nothing running.
-        threading.main_thread().join()
-        if getattr(sys, "last_value", None) is not None:
-            self.stop()
-
     # ------------------------------------------------------------ the thread
 
     def _main(self) -> None:
@@ -249,12 +261,27 @@ class Run:
             asyncio.run(self._session())
         finally:
             self._events.close()
+            _ACTIVE.discard(self)
             self._ended.set()
             self._planned.set()
 
     async def _session(self) -> None:
-        self._loop = asyncio.get_running_loop()
         self._over, self._cancel = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        if self._stop_requested.is_set():
+            self._cancel.set()
+        work = asyncio.create_task(self._work(), name="work")
+        cancelled = asyncio.create_task(self._cancel.wait(), name="cancelled")
+        await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+        cancelled.cancel()
+        if not work.done() and not self._planned.is_set():
+            self._fail(JobRefusedError(f"job {self.job_id} was stopped before it was planned", hint="Start it again."))
+            work.cancel()
+        await asyncio.wait({work})
+        if not work.cancelled():
+            work.result()
+
+    async def _work(self) -> None:
         async with self._pool.enter(on_failure=self._fail) as membership:
             transport = membership.transport
             service = self._service()
@@ -281,6 +308,8 @@ class Run:
             for task in (heartbeats, submit, cancel, over):
                 task.cancel()
             await asyncio.gather(heartbeats, submit, cancel, over, return_exceptions=True)
+            if self._update is None or self._update.state not in (JobState.DONE, JobState.FAILED):
+                await self._tell_cancelled(transport, coordinator)
 
     def _service(self) -> RequesterService:
         package = self._package
@@ -288,6 +317,7 @@ class Run:
             config=package.config,
             graph=package.graph,
             tensors=package.tensors,
+            unused=package.unused,
             optimizer=package.optimizer,
             training=package.training,
             validation=package.validation,
@@ -312,7 +342,7 @@ class Run:
             raise MalformedMessageError(f"the coordinator answered a job with {type(reply).__name__}")
         self.plan, self.nodes = reply.plan, reply.nodes
         service.set_plan(reply.plan)
-        self._events.write("planned", plan=encode_record(reply.plan))
+        self._log_event("planned", {"plan": encode_record(reply.plan)})
         if self._observer is not None:
             self._observer.planned(reply.plan, reply.nodes, self._package.profile)
         self._planned.set()
@@ -322,33 +352,50 @@ class Run:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
-                await transport.call(coordinator, m.RequesterHeartbeat(job_id=self.job_id))
+                await transport.call(coordinator, m.RequesterHeartbeat(job_id=self.job_id), deadline_s=HEARTBEAT_DEADLINE_S)
                 failures = 0
             except JobRefusedError:
-                failures += self._planned.is_set()
+                # Until the submission has arrived the coordinator knows nothing of the job.
+                if self._planned.is_set():
+                    self._fail(StageFailedError(f"the coordinator {coordinator.address} does not know the job any more"))
+                    return
             except TransportError as error:
                 failures += 1
                 logger.warning("coordinator_unreachable job=%s error=%s", self.job_id, error.message)
             if failures >= LOST_AFTER_FAILURES:
-                self._fail(StageFailedError(f"the coordinator {coordinator.address} has not answered for {failures} heartbeats"))
+                self._fail(StageFailedError(f"the coordinator {coordinator.address} has not answered {failures} heartbeats in a row"))
                 return
 
     async def _pass_cancel_on(self, transport: Transport, coordinator: Peer) -> None:
         assert self._cancel is not None
         await self._cancel.wait()
-        await transport.call(coordinator, m.CancelJob(job_id=self.job_id))
+        if self._planned.is_set():
+            await self._tell_cancelled(transport, coordinator)
+
+    async def _tell_cancelled(self, transport: Transport, coordinator: Peer) -> None:
+        try:
+            await transport.call(coordinator, m.CancelJob(job_id=self.job_id), deadline_s=FAREWELL_S)
+        except RoostError as error:
+            logger.info("cancel_not_taken job=%s error=%s", self.job_id, error.message)
 
     def _take_update(self, update: m.JobUpdate) -> None:
         self._update = update
         self._progress = self._meter.progress(update.metrics, update.elapsed_s)
-        metrics = self.metrics()
-        self._events.write("progress", **encode_record(metrics))
-        if self._observer is not None:
-            self._observer.updated(metrics)
+        # First what the run itself needs: an observer may raise.
         if update.error is not None:
             self._fail(error_from_code(update.error.code, update.error.message, update.error.hint))
         elif update.state is JobState.DONE and self._over is not None:
             self._over.set()
+        metrics = self.metrics()
+        self._log_event("progress", encode_record(metrics))
+        if self._observer is not None:
+            self._observer.updated(metrics)
+
+    def _log_event(self, event: str, fields: dict[str, Any]) -> None:
+        try:
+            self._events.write(event, **fields)
+        except OSError as error:
+            logger.warning("event_not_written job=%s event=%s error=%s", self.job_id, event, error)
 
     def _fail(self, error: RoostError) -> None:
         if self._error is None:
@@ -366,3 +413,22 @@ class Run:
             config=package.config,
             plan=message.plan,
         )
+
+
+_ACTIVE: set[Run] = set()
+"""Runs whose thread has not ended."""
+
+
+def _finish_active_runs() -> None:
+    """Wait for the runs of a script that ended without waiting for them; those of a script that raised are stopped."""
+    for run in list(_ACTIVE):
+        if getattr(sys, "last_value", None) is not None:
+            run.stop()
+        try:
+            run.wait()
+        except RoostError as error:
+            logger.error("run_failed job=%s error=%s", run.job_id, error)
+
+
+# The one hook that runs while threads may still be started and thread pools still take work; concurrent.futures uses it, too.
+threading._register_atexit(_finish_active_runs)  # type: ignore[attr-defined]

@@ -24,6 +24,8 @@ from roost.types import Lease, Plan, Role, TensorSpec
 logger = logging.getLogger(__name__)
 
 PLAN_DEADLINE_S = 60.0
+UNUSED_SEGMENT = -(10**6)
+"""Where tensors that no stage owns go in a checkpoint; stages use -1 - their index for tensors outside all segments."""
 
 
 class RequesterService:
@@ -35,6 +37,7 @@ class RequesterService:
         config: JobConfig,
         graph: bytes,
         tensors: Mapping[str, Tensor],
+        unused: frozenset[str],
         optimizer: Mapping[str, Tensor],
         training: SampleSource,
         validation: SampleSource | None,
@@ -45,6 +48,7 @@ class RequesterService:
         self._config = config
         self._graph = graph
         self._tensors = tensors
+        self._unused = unused
         self._optimizer = optimizer
         self._training = training
         self._validation = validation
@@ -143,6 +147,10 @@ class RequesterService:
 
     async def _finish(self, message: m.FinishCheckpoint) -> m.CheckpointWritten:
         loop = asyncio.get_running_loop()
+        if self._unused:
+            # Tensors of the model that its graph never touches: no stage has them, they are as they were.
+            kept = self._select(self._tensors, sorted(self._unused))
+            await loop.run_in_executor(self._disk, self._writer.add, message.checkpoint, UNUSED_SEGMENT, kept, {})
         path: Path = await loop.run_in_executor(self._disk, self._writer.finish, message.checkpoint, self._contents(message))
         logger.info("checkpoint_written job=%s path=%s", message.job_id, path)
         return m.CheckpointWritten(path=str(path))

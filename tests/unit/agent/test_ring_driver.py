@@ -51,9 +51,7 @@ class Member:
         else:
             self.rings[message.segment].chunk_arrived(sender.peer_id, message, buffers[0])
 
-    async def on_call(
-        self, sender: Sender, message: m.Message, buffers: list[bytearray | memoryview]
-    ) -> tuple[m.Message, list[Buffer]]:
+    async def on_call(self, sender: Sender, message: m.Message, buffers: list[bytearray | memoryview]) -> tuple[m.Message, list[Buffer]]:
         raise AssertionError("rings make no calls")
 
 

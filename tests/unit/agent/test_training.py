@@ -12,6 +12,7 @@ from torch.nn import functional
 
 import roost
 from inproc_pool import InprocPool, node, nodes_for_stages
+from roost.agent.stage_driver import StageDriver
 from roost.demo.digits import DigitsCNN
 from roost.requester.run import Run
 
@@ -113,3 +114,54 @@ def test_ragged_batches_and_micro_batches_are_all_consumed(tmp_path: Path, sampl
     metrics = run.metrics()
     assert metrics.samples == 2 * samples
     assert metrics.epochs_done == 2
+
+
+class WithUnusedParameter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(64, 10)
+        self.unused = nn.Linear(3, 3)
+        self.tied = self.used
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.tied(pixels.flatten(1))
+
+
+def test_parameters_the_model_never_uses_and_tied_names_are_in_the_checkpoint(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    job = digits_job(tmp_path, model=WithUnusedParameter(), epochs=1)
+    run = trained(job, InprocPool([node("only")], tmp_path))
+    expected, found = plain_loop(job.model, job).state_dict(), run.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_two_clusters_with_different_cuts_hold_the_same_model_after_the_final_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = digits_job(tmp_path, data=images(200), min_clusters=2, max_clusters=2, averaging_interval=2)
+    alone = nodes_for_stages(job, ["a", "b", "c"])[0].memory_bytes
+    nodes = [node(name, memory=int(alone * 1.2)) for name in ("a", "b", "c")]
+    nodes += [node(name, memory=int(alone * 1.5), flop_per_s=2e10) for name in ("d", "e")]
+    last_states: dict[str, dict[str, Tensor]] = {}
+    drop = StageDriver.stop
+
+    async def remember_and_stop(driver: StageDriver) -> None:
+        last_states[driver.assignment.node_id] = {name: tensor.detach().clone() for name, tensor in driver.state().items()}
+        await drop(driver)
+
+    monkeypatch.setattr(StageDriver, "stop", remember_and_stop)
+    run = trained(job, InprocPool(nodes, tmp_path))
+    assert run.plan is not None
+    cuts = [[stage.start for stage in cluster.stages] for cluster in run.plan.clusters]
+    assert len(cuts) == 2, run.plan.notes
+    assert cuts[0] != cuts[1]
+    assert run.metrics().averaging_rounds >= 2
+    replicas = []
+    for cluster in run.plan.clusters:
+        replicas.append({name: tensor for stage in cluster.stages for name, tensor in last_states[stage.node_id].items()})
+    averaged = {name for segment in run.plan.segments for name in segment.tensors}
+    assert averaged >= {name for name, _ in job.model.named_parameters()}
+    for name in averaged:
+        assert torch.equal(replicas[0][name], replicas[1][name]), name
+        assert torch.equal(replicas[0][name], run.state_dict()[name]), name

@@ -59,6 +59,15 @@ def test_the_next_expiry_follows_the_node_heard_least_recently() -> None:
     assert NodeTable(10.0).next_expiry() is None
 
 
+def test_a_node_is_lost_exactly_at_the_next_expiry_whatever_the_rounding() -> None:
+    for tenth in range(1, 200):
+        table = NodeTable(9.0)
+        table.handle(NodeJoined(node_id="a", now=tenth / 10))
+        expiry = table.next_expiry()
+        assert expiry is not None
+        assert table.expire(expiry) == ["a"]
+
+
 def test_an_active_node_that_falls_silent_must_be_replaced_once() -> None:
     table = table_with("a")
     table.handle(NodeAssigned(node_id="a"))
