@@ -1,8 +1,8 @@
 """Roost trains one PyTorch model on the PCs people already have.
 
-    import roost
-    run = roost.train(roost.Job(model=..., loss=..., data=...), pool=roost.local(nodes=3)).wait()
-    run.state_dict()
+import roost
+run = roost.train(roost.Job(model=..., loss=..., data=...), pool=roost.local(nodes=3)).wait()
+run.state_dict()
 """
 
 from __future__ import annotations

@@ -66,14 +66,16 @@ class SimulatedRing:
         self.samples_at_snapshot = 0
         self.snapshots: dict[int, tuple[Values, int]] = {}  # round -> what was averaged, with its weight
         self.order = 0
-        self.abandoned = 0
+        self.closed = False
         self.on_order: Callable[[], None] = lambda: None
 
     def chunk(self, number: int) -> list[int]:
         return list(self.units[number :: self.size])
 
     def handle(self, event: RingEvent) -> None:
-        """Hand an event to the member and carry out its answer."""
+        """Hand an event to the member and carry out its answer; a closed ring was replaced by another."""
+        if self.closed:
+            return
         for instruction in self.member.handle(event):
             self.perform(instruction)
         self.buffers = {key: values for key, values in self.buffers.items() if self.member.wants(key[0])}
@@ -115,7 +117,6 @@ class SimulatedRing:
                 self.pending.append(instruction)
             case AbandonRound(round=number):
                 self.pending.clear()
-                self.abandoned += 1
                 self.world.note(f"{self.node} abandons round {number}")
                 if self.order and number >= ordered_round(self.order):
                     self.world.after(1.0, self.node, lambda: self.start(self.order))

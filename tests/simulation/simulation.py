@@ -91,6 +91,8 @@ class Simulation:
         alive = [cluster for cluster in self.clusters if cluster.index not in self.lost]
         for cluster in alive:
             for stage in cluster.stages:
+                for ring in stage.rings:
+                    ring.closed = True
                 stage.rings = []
         edges = sorted({unit for cluster in alive for stage in cluster.stages for unit in (stage.units[0], stage.units[-1] + 1)})
         for number, (first, last) in enumerate(itertools.pairwise(edges)):
@@ -130,7 +132,7 @@ class Simulation:
         self._watch()
         self._form_rings()
         self._open_training()
-        self.world.run(lambda: self.finished, self.check, most_events=200_000)
+        self.world.run(lambda: self.finished and all(stage.schedule.idle for stage in self._stages()), self.check, most_events=200_000)
         self.check_end()
 
     def _stages(self) -> list[SimulatedStage]:

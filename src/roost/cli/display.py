@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from roost.config import format_bytes
 from roost.requester.run import Run, RunMetrics
-from roost.types import ModelProfile, NodeProfile, Plan, StagePlan
+from roost.types import ClusterPlan, ModelProfile, NodeProfile, Plan, StagePlan
 
 LINE_EVERY_S = 5.0
 """Seconds between progress lines where the output is not a terminal."""
@@ -32,7 +34,7 @@ class RunDisplay:
         """Print the plan."""
         self._console.print(plan_table(plan, nodes, profile))
         for note in plan.notes:
-            self._console.print(f"  [dim]{note}[/]")
+            self._console.print(f"  [dim]{escape(note)}[/]", soft_wrap=True)
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=True)
             self._live.start()
@@ -40,19 +42,19 @@ class RunDisplay:
     def updated(self, metrics: RunMetrics) -> None:
         """Show progress, and every new line of history."""
         for result in metrics.history[self._shown_epochs :]:
-            parts = [f"epoch {result.epoch}/{metrics.epochs}", f"training loss {result.train_loss:.4f}"]
+            parts = [f"epoch {result.epoch}/{metrics.epochs}: loss {result.train_loss:.4f}"]
             if result.validation_loss is not None:
                 parts.append(f"validation loss {result.validation_loss:.4f}")
             if result.metric is not None and result.validation_loss is not None:
                 parts.append(f"metric {result.metric:.4f}")
-            self._console.print("  " + ", ".join(parts) + f"  [dim]({result.seconds:.1f} s)[/]")
+            self._console.print("  " + ", ".join(parts) + f"  [dim]({result.seconds:.1f} s)[/]", soft_wrap=True)
         self._shown_epochs = len(metrics.history)
         if self._live is not None:
             self._live.update(_progress(metrics), refresh=True)
-        elif time.monotonic() - self._last_line >= LINE_EVERY_S and metrics.clusters:
+        elif time.monotonic() - self._last_line >= LINE_EVERY_S and any(cluster.updates for cluster in metrics.clusters):
             self._last_line = time.monotonic()
             for cluster in metrics.clusters:
-                self._console.print(_cluster_line(metrics, cluster.cluster))
+                self._console.print(_cluster_line(metrics, cluster.cluster), soft_wrap=True)
 
     def close(self) -> None:
         """Take the moving lines off the screen."""
@@ -65,7 +67,7 @@ def _cluster_line(metrics: RunMetrics, index: int) -> Text:
     cluster = next(cluster for cluster in metrics.clusters if cluster.cluster == index)
     loss = "    --" if cluster.loss is None else f"{cluster.loss:.4f}"
     return Text(
-        f"  cluster {cluster.cluster}: {cluster.samples_per_s:8.0f} samples/s, loss {loss}, "
+        f"  cluster {cluster.cluster}: {cluster.samples_per_s:.0f} samples/s, loss {loss}, "
         f"staleness {cluster.staleness_mean:.1f} (max {cluster.staleness_max}), {cluster.updates} updates"
     )
 
@@ -80,56 +82,53 @@ def _progress(metrics: RunMetrics) -> RenderableType:
     return Group(head, *(_cluster_line(metrics, cluster.cluster) for cluster in metrics.clusters))
 
 
-def plan_table(plan: Plan, nodes: tuple[NodeProfile, ...], profile: ModelProfile) -> Table:
-    """Return who holds which layers, memory needed against memory there, and the predicted rates."""
+def plan_table(plan: Plan, nodes: tuple[NodeProfile, ...], profile: ModelProfile) -> Group:
+    """Return who holds which layers, memory needed against memory there, and the predicted rates: a table per cluster."""
     by_id = {node.node_id: node for node in nodes}
-    emulated = any(node.emulated for node in nodes)
+    parts: list[RenderableType] = [
+        Text(
+            f"plan: {len(plan.clusters)} cluster(s), {len(plan.rings)} ring(s), {plan.samples_per_s:.0f} samples/s predicted",
+            style="italic",
+        )
+    ]
+    parts += [_cluster_table(cluster, by_id, profile) for cluster in plan.clusters]
+    if any(node.emulated for node in nodes):
+        parts.append(Text("* emulated: memory or speed of this node is declared, not measured", style="dim"))
+    return Group(*parts)
+
+
+def _cluster_table(cluster: ClusterPlan, nodes: dict[str, NodeProfile], profile: ModelProfile) -> Table:
     table = Table(
-        title=f"plan: {len(plan.clusters)} cluster(s), {len(plan.rings)} ring(s), {plan.samples_per_s:.0f} samples/s predicted",
-        caption="* memory or speed declared, not measured: this node is emulated" if emulated else None,
+        title=f"cluster {cluster.index}: {cluster.share:.0%} of the data, {cluster.samples_per_s:.0f} samples/s",
         title_justify="left",
-        caption_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
     )
-    for name in (
-        "cluster",
-        "stage",
-        "node",
-        "layers",
-        "parameters",
-        "memory needed / there",
-        "ms per micro-batch",
-        "in flight",
-        "samples/s",
-    ):
-        table.add_column(name, justify="right" if name in ("parameters", "ms per micro-batch", "in flight", "samples/s") else "left")
-    for cluster in plan.clusters:
-        for stage in cluster.stages:
-            node = by_id[stage.node_id]
-            table.add_row(
-                f"{cluster.index} ({cluster.share:.0%} of data)" if stage.index == 0 else "",
-                str(stage.index),
-                f"{stage.node_id}{'*' if node.emulated else ''}",
-                _layers(stage, profile),
-                format_bytes(_parameter_bytes(stage, profile)),
-                f"{format_bytes(stage.memory_needed_bytes)} / {format_bytes(stage.memory_available_bytes)}",
-                f"{1000 * stage.compute_s:.2f}",
-                str(stage.max_in_flight),
-                f"{cluster.samples_per_s:.0f}" if stage.index == 0 else "",
-                end_section=stage.index == len(cluster.stages) - 1,
-            )
+    table.add_column("stage", justify="right")
+    table.add_column("node", overflow="fold")
+    table.add_column("layers", overflow="fold")
+    table.add_column("memory need/has", justify="right", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
+    table.add_column("in flight", justify="right", no_wrap=True)
+    for stage in cluster.stages:
+        table.add_row(
+            str(stage.index),
+            Text(f"{stage.node_id}{'*' if nodes[stage.node_id].emulated else ''}"),
+            Text(_layers(stage, profile)),
+            f"{format_bytes(stage.memory_needed_bytes)} / {format_bytes(stage.memory_available_bytes)}",
+            f"{1000 * stage.compute_s:.2f}",
+            str(stage.max_in_flight),
+        )
     return table
 
 
 def _layers(stage: StagePlan, profile: ModelProfile) -> str:
     units = profile.units[stage.first_unit : stage.last_unit]
     labels = list(dict.fromkeys(unit.label for unit in units if unit.label))
-    if len(labels) <= 2:
-        return ", ".join(labels)
+    if len(labels) < 2:
+        return "".join(labels)
     return f"{labels[0]} .. {labels[-1]}"
-
-
-def _parameter_bytes(stage: StagePlan, profile: ModelProfile) -> int:
-    return sum(unit.tensor_bytes for unit in profile.units[stage.first_unit : stage.last_unit])
 
 
 def print_result(console: Console, run: Run, *, model_line: str) -> None:
@@ -137,7 +136,8 @@ def print_result(console: Console, run: Run, *, model_line: str) -> None:
     metrics = run.metrics()
     last = metrics.history[-1] if metrics.history else None
     state = "stopped" if run.stopped else "done"
-    console.print(f"\n[bold]{state}[/] after {metrics.epochs_done:.1f} of {metrics.epochs} epochs, {metrics.elapsed_s:.1f} s of training")
+    epochs = f"{metrics.epochs_done:.1f} of {metrics.epochs} epochs"
+    console.print(f"\n[bold]{state}[/] after {epochs}, {metrics.elapsed_s:.1f} s of training", soft_wrap=True)
     if last is not None and last.metric is not None:
         console.print(f"  validation metric   {last.metric:.4f}")
     if last is not None and last.validation_loss is not None:
@@ -147,8 +147,8 @@ def print_result(console: Console, run: Run, *, model_line: str) -> None:
     console.print(f"  averaging rounds    {metrics.averaging_rounds}")
     console.print(f"  staleness, largest  {metrics.staleness_max} updates")
     if run.checkpoint is not None:
-        console.print(f"  checkpoint          {run.checkpoint}\n")
-        console.print(loading_lines(run.checkpoint, model_line), highlight=True)
+        console.print(f"  checkpoint          {escape(str(run.checkpoint))}\n", soft_wrap=True)
+        console.print(escape(loading_lines(run.checkpoint, model_line)), highlight=True, soft_wrap=True)
 
 
 def loading_lines(checkpoint: Path, model_line: str) -> str:

@@ -8,10 +8,8 @@ import re
 import socket
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
-from roost.agent.service import Agent, profile_node
 from roost.cli.lifetime import run_until_stopped
 from roost.config import AgentConfig, TransportConfig, format_bytes
 from roost.errors import CredentialsError
@@ -43,9 +41,10 @@ async def _serve(config: AgentConfig, *, address: str, token: str) -> None:
         enrolment = await enrol(address, token, name=config.node_id, state_dir=directory, deadline_s=ENROL_S)
     else:
         enrolment = _known(directory, address)
+    # Only now, so that a wrong token is told at once: importing torch takes seconds.
+    from roost.agent.service import Agent, profile_node
+
     config = dataclasses.replace(config, node_id=enrolment.credentials.peer_id)
-    if config.threads:
-        torch.set_num_threads(config.threads)
     profile = await asyncio.to_thread(profile_node, config)
     transport = GrpcTransport(
         enrolment.credentials,
@@ -57,7 +56,8 @@ async def _serve(config: AgentConfig, *, address: str, token: str) -> None:
     declared = " (declared)" if profile.emulated else ""
     Console(highlight=False).print(
         f"node {config.node_id}: {profile.flop_per_s / 1e9:.1f} GFLOP/s, {format_bytes(profile.memory_bytes)}{declared}; "
-        f"lent to {address} until Ctrl+C"
+        f"lent to {address} until Ctrl+C",
+        soft_wrap=True,
     )
     await agent.run()
 

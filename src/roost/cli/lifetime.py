@@ -7,8 +7,18 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Any
+
+
+@contextlib.contextmanager
+def stop_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl+C does while the context lasts: raise KeyboardInterrupt in the main thread."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def run_until_stopped(work: Coroutine[Any, Any, None], *, exit_with_parent: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from roost.config import AgentConfig, CoordinatorConfig, parse_bytes
 from roost.errors import RoostError
@@ -31,12 +32,8 @@ def main() -> None:
     try:
         app()
     except RoostError as error:
-        errors.print(f"[bold red]error[/] {_escape(str(error))}")
+        errors.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
         sys.exit(1)
-
-
-def _escape(text: str) -> str:
-    return text.replace("[", "\\[")
 
 
 def set_up_logging(verbose: bool) -> None:
@@ -126,6 +123,7 @@ def train(
     token: Annotated[str, typer.Option(help="One-time requester token, the first time. Also read from ROOST_TOKEN.")] = "",
     nodes: Annotated[int, typer.Option(help="Nodes to wait for.")] = 1,
     local: Annotated[int, typer.Option(help="Instead of a pool: so many nodes on this machine.")] = 0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for nodes to join.")] = 120.0,
     verbose: Verbose = False,
 ) -> None:
     """Run a training script on a pool, with progress. Further arguments go to the script."""
@@ -133,7 +131,7 @@ def train(
 
     set_up_logging(verbose)
     chosen = command.choose_pool(pool, token=token or os.environ.get("ROOST_TOKEN", ""), nodes=nodes, local_nodes=local)
-    command.run_script(script, list(context.args), chosen)
+    command.run_script(script, list(context.args), chosen, wait_s=wait)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -43,7 +44,8 @@ def show(address: str, *, token: str, json_output: bool) -> None:
         loss = f", loss {stage.loss_sum / stage.loss_samples:.4f}" if stage.loss_samples else ""
         console.print(
             f"  cluster {stage.cluster} stage {stage.stage} on {stage.node_id}: {stage.updates} updates, {stage.samples} samples, "
-            f"staleness max {stage.staleness_max}, {format_bytes(stage.bytes_sent)} sent, {stage.rounds} rounds{loss}"
+            f"staleness max {stage.staleness_max}, {format_bytes(stage.bytes_sent)} sent, {stage.rounds} rounds{loss}",
+            soft_wrap=True,
         )
 
 
@@ -61,19 +63,18 @@ async def _ask(address: str, token: str) -> m.Status:
 
 
 def _nodes_table(status: m.Status) -> Table:
-    table = Table(title=f"{len(status.nodes)} node(s)", title_justify="left")
-    for name in ("node", "state", "last heard", "speed", "memory", "device", "runs"):
-        table.add_column(name)
+    table = Table(title=f"{len(status.nodes)} node(s)", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("node", "state", "heard", "GFLOP/s", "memory", "device", "cluster.stage"):
+        table.add_column(name, overflow="fold")
     for node in status.nodes:
-        runs = f"cluster {node.cluster} stage {node.stage}" if node.stage >= 0 else "-"
         profile = node.profile
         table.add_row(
             f"{profile.node_id}{'*' if profile.emulated else ''}",
             node.state,
             f"{node.last_heard_s:.1f} s ago",
-            f"{profile.flop_per_s / 1e9:.1f} GFLOP/s",
+            f"{profile.flop_per_s / 1e9:.1f}",
             format_bytes(profile.memory_bytes),
-            f"{profile.device}, {profile.threads} thread(s)",
-            runs,
+            f"{profile.device} x{profile.threads}",
+            f"{node.cluster}.{node.stage}" if node.stage >= 0 else "-",
         )
     return table

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from roost.api import DEFAULTS, Defaults
 from roost.cli.display import RunDisplay, print_result
+from roost.cli.lifetime import stop_on_sigterm
 from roost.config import require
 from roost.errors import RoostError, ScriptError
 from roost.requester.pools import Pool, RemotePool, local
@@ -19,52 +20,71 @@ from roost.requester.run import Run
 
 def choose_pool(address: str, *, token: str, nodes: int, local_nodes: int) -> Pool | None:
     """Return the pool the options name, None if they name none. Raises InvalidConfigError if they name two."""
-    require(not (address and local_nodes), "--pool and --local exclude each other")
+    require(not (address and local_nodes), "--pool and --local exclude each other: give one")
+    require(address != "" or not token, "--token goes with --pool")
     if address:
         return RemotePool(address=address, token=token, nodes=nodes)
     return local(local_nodes) if local_nodes else None
 
 
-def run_script(script: Path, arguments: list[str], pool: Pool | None) -> None:
+def run_script(script: Path, arguments: list[str], pool: Pool | None, *, wait_s: float) -> None:
     """Run `script` as plain Python would, then wait for the runs it started and print their results.
 
-    Raises ScriptError if it cannot be read, raises, or trains nothing; then no run is left running.
+    Ctrl+C and SIGTERM stop the runs cleanly, with a checkpoint. Raises ScriptError if the script cannot be read, raises, or
+    trains nothing; then no run is left running.
     """
     if not script.is_file():
         raise ScriptError(f"there is no file {script}", hint="Give the path of a Python file that calls roost.train(job).")
+    require(wait_s > 0, f"wait must be positive, not {wait_s}")
     console = Console(highlight=False)
     display = RunDisplay(console)
-    defaults = Defaults(pool=pool, observer=display)
+    defaults = Defaults(pool=pool, observer=display, wait_s=wait_s)
     DEFAULTS.set(defaults)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
-    try:
-        _execute(script)
-        if not defaults.runs:
-            raise ScriptError(f"{script} ended without calling roost.train(job)")
-        for run in defaults.runs:
-            run.wait()
-    finally:
-        _leave_nothing(defaults.runs)
-        display.close()
+    with stop_on_sigterm():
+        try:
+            _execute(script, defaults)
+            if not defaults.runs:
+                raise ScriptError(f"{script} ended without calling roost.train(job)")
+            for run in defaults.runs:
+                run.wait()
+        finally:
+            _leave_nothing(defaults.runs)
+            display.close()
     for run in defaults.runs:
         print_result(console, run, model_line="model = ...  # built as in your script")
 
 
-def _execute(script: Path) -> None:
+def _execute(script: Path, defaults: Defaults) -> None:
     try:
         runpy.run_path(str(script), run_name="__main__")
     except RoostError:
         raise
+    except KeyboardInterrupt:
+        # Ctrl+C anywhere in the script after it began to train means the same as in wait(); before that there is nothing to save.
+        if not defaults.runs:
+            raise
+        for run in defaults.runs:
+            run.stop()
+    except SystemExit as error:
+        # sys.exit() and sys.exit(0) end a script well.
+        if error.code not in (None, 0):
+            raise
     except Exception as error:
         # The user's code may raise anything; it is shown with the user's own line and ends the command.
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == script.resolve()]
-        where = f"line {frames[-1].lineno}: {frames[-1].line}" if frames else "before its first line"
-        raise ScriptError(f"{script} raised {type(error).__name__}: {error} ({where})") from error
+        raise ScriptError(f"{script} raised {type(error).__name__}: {error} ({_where(script, error)})") from error
+
+
+def _where(script: Path, error: Exception) -> str:
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).resolve() == script.resolve()]
+    if frames:
+        return f"line {frames[-1].lineno}: {frames[-1].line}"
+    return f"line {error.lineno}" if isinstance(error, SyntaxError) else "before its first line"
 
 
 def _leave_nothing(runs: list[Run]) -> None:
     for run in runs:
-        if not run.ended:
-            run.stop()
-            run.join()
+        run.stop()
+    for run in runs:
+        run.join()

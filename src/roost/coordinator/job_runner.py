@@ -327,7 +327,7 @@ class JobRunner:
 
         await _together(average(stage) for stage in self._planned().stages)
         if not self.lifecycle.ended:
-            self.event(lifecycle.AverageApplied())
+            self.event(lifecycle.ClustersAveraged())
 
     async def _save(self) -> None:
         plan = self._planned()
@@ -351,7 +351,7 @@ class JobRunner:
             raise MalformedMessageError(f"the requester answered a finished checkpoint with {type(reply).__name__}")
         self._record(reply.path)
         if not self.lifecycle.ended:
-            self.event(lifecycle.CheckpointWritten(finished=self._book.at_end))
+            self.event(lifecycle.CheckpointSaved(finished=self._book.at_end))
 
     def _schedule_steps(self) -> int:
         firsts = {cluster.stages[0].node_id for cluster in self._planned().clusters}

@@ -12,7 +12,6 @@ from enum import StrEnum
 from roost.messages import JobState
 from roost.protocol.machine import StateMachine
 
-
 # ---------------------------------------------------------------- events
 
 
@@ -42,7 +41,7 @@ class TrainingDrained(JobEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AverageApplied(JobEvent):
+class ClustersAveraged(JobEvent):
     """All clusters hold the same parameters."""
 
 
@@ -52,7 +51,7 @@ class EvaluationFinished(JobEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointWritten(JobEvent):
+class CheckpointSaved(JobEvent):
     """The checkpoint is on the requester's disk; `finished` says that all epochs are done."""
 
     finished: bool
@@ -98,7 +97,7 @@ TRANSITIONS: dict[JobState, dict[type[object], JobState | tuple[JobState, ...]]]
         FaultOccurred: JobState.FAILED,
     },
     JobState.AVERAGING: {
-        AverageApplied: (JobState.EVALUATING, JobState.SAVING),
+        ClustersAveraged: (JobState.EVALUATING, JobState.SAVING),
         CancelRequested: JobState.AVERAGING,
         FaultOccurred: JobState.FAILED,
     },
@@ -108,7 +107,7 @@ TRANSITIONS: dict[JobState, dict[type[object], JobState | tuple[JobState, ...]]]
         FaultOccurred: JobState.FAILED,
     },
     JobState.SAVING: {
-        CheckpointWritten: (JobState.TRAINING, JobState.DONE),
+        CheckpointSaved: (JobState.TRAINING, JobState.DONE),
         CancelRequested: JobState.SAVING,
         FaultOccurred: JobState.FAILED,
     },
@@ -148,11 +147,11 @@ class JobLifecycle:
                 return JobState.TRAINING, [JobInstruction.OPEN_TRAINING]
             case TrainingDrained():
                 return JobState.AVERAGING, [JobInstruction.AVERAGE]
-            case AverageApplied() if self._evaluates and not self.cancelled:
+            case ClustersAveraged() if self._evaluates and not self.cancelled:
                 return JobState.EVALUATING, [JobInstruction.OPEN_EVALUATION]
-            case AverageApplied() | EvaluationFinished():
+            case ClustersAveraged() | EvaluationFinished():
                 return JobState.SAVING, [JobInstruction.SAVE_CHECKPOINT]
-            case CheckpointWritten(finished=finished):
+            case CheckpointSaved(finished=finished):
                 if finished or self.cancelled:
                     return JobState.DONE, [JobInstruction.END_STAGES]
                 return JobState.TRAINING, [JobInstruction.OPEN_TRAINING]

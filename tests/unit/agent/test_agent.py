@@ -1,0 +1,264 @@
+"""One real agent, running the last of two stages; everybody else is played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from inproc_pool import node
+from roost import messages as m
+from roost.agent.service import Agent
+from roost.capture.cut import cut, legal_cuts
+from roost.capture.export import Captured, capture
+from roost.capture.graph_format import to_bytes
+from roost.config import AgentConfig, JobConfig, NamedArguments
+from roost.errors import JobRefusedError, MalformedMessageError
+from roost.pipeline.tensor_bytes import spec_of, to_buffer
+from roost.transport.inproc import InprocNetwork, InprocTransport
+from roost.transport.interface import Buffer, Sender
+from roost.types import ClusterPlan, MicroBatch, Peer, Plan, Role, StagePlan
+
+CONFIG = JobConfig(
+    job_id="job", optimizer=NamedArguments(name="SGD", arguments=(("lr", 0.1),)), samples=8, batch_size=4, micro_batch_size=4
+)
+
+
+@dataclass
+class Actor:
+    """A peer played by the test: answers calls with `answers`, keeps what it is sent."""
+
+    answers: Callable[[m.Message], tuple[m.Message, list[Buffer]]]
+    received: list[tuple[str, m.Message]] = field(default_factory=list)
+    moved: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def on_message(self, sender: Sender, message: m.Message, buffers: list[bytearray | memoryview]) -> None:
+        await self._keep(sender, message)
+
+    async def on_call(self, sender: Sender, message: m.Message, buffers: list[bytearray | memoryview]) -> tuple[m.Message, list[Buffer]]:
+        await self._keep(sender, message)
+        return self.answers(message)
+
+    async def _keep(self, sender: Sender, message: m.Message) -> None:
+        async with self.moved:
+            self.received.append((sender.peer_id, message))
+            self.moved.notify_all()
+
+    async def wait_for(self, kind: type[m.Message]) -> Any:
+        """Return the first message of this kind, when it is there."""
+        async with asyncio.timeout(20), self.moved:
+            await self.moved.wait_for(lambda: any(isinstance(message, kind) for _, message in self.received))
+        return next(message for _, message in self.received if isinstance(message, kind))
+
+
+class Scene:
+    """The agent 'last' and, played by the test: coordinator, requester, the first stage 'first', and a 'stranger'."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        self.inputs, self.labels = torch.randn(4, 6), torch.randint(3, (4,))
+        self.captured: Captured = capture(self.model, nn.CrossEntropyLoss(), (self.inputs,), (self.labels,))
+        count = len(self.captured.graph.nodes)
+        middle = legal_cuts(self.captured.graph)[1]
+        self.programs = cut(self.captured.graph, (0, middle, count))
+        stages = tuple(
+            StagePlan(
+                cluster=0,
+                index=index,
+                node_id=name,
+                first_unit=index,
+                last_unit=index + 1,
+                start=start,
+                stop=stop,
+                max_in_flight=2 - index,
+                memory_needed_bytes=1,
+                memory_available_bytes=2,
+                compute_s=0.1,
+                send_s=0.0,
+            )
+            for index, (name, start, stop) in enumerate((("first", 0, middle), ("last", middle, count)))
+        )
+        cluster = ClusterPlan(index=0, stages=stages, share=1.0, samples_per_s=1.0, bottleneck="compute")
+        self.plan = Plan(clusters=(cluster,), segments=(), backups=(), samples_per_s=1.0, notes=())
+        self.network = InprocNetwork()
+        self.actors: dict[str, Actor] = {}
+        self.transports: dict[str, InprocTransport] = {}
+        self.peers: dict[str, Peer] = {}
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[Agent]:
+        for name, role in (
+            ("coordinator", Role.COORDINATOR),
+            ("requester", Role.REQUESTER),
+            ("first", Role.NODE),
+            ("stranger", Role.NODE),
+        ):
+            self.actors[name] = Actor(self._answer)
+            self.transports[name] = InprocTransport(name, role, self.network)
+            await self.transports[name].start(self.actors[name])
+            self.peers[name] = Peer(peer_id=name, address=self.transports[name].address)
+        transport = InprocTransport("last", Role.NODE, self.network)
+        agent = Agent(config=AgentConfig(node_id="last"), transport=transport, coordinator=self.peers["coordinator"], profile=node("last"))
+        task = asyncio.create_task(agent.run())
+        registered = await self.actors["coordinator"].wait_for(m.RegisterNode)
+        self.peers["last"] = Peer(peer_id="last", address=registered.profile.address)
+        try:
+            yield agent
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.gather(*(transport.stop() for transport in self.transports.values()))
+
+    def _answer(self, message: m.Message) -> tuple[m.Message, list[Buffer]]:
+        match message:
+            case m.RegisterNode():
+                return m.Registered(heartbeat_s=0.05), []
+            case m.FetchGraph():
+                return m.GraphReply(), [to_bytes(self.captured.graph)]
+            case m.FetchTensors(names=names):
+                tensors = {name: self.captured.tensors[name] for name in names}
+                specs = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
+                return m.TensorsReply(tensors=specs), [to_buffer(tensor) for tensor in tensors.values()]
+            case _:
+                return m.Done(), []
+
+    async def call(self, source: str, message: m.Message) -> m.Message:
+        return (await self.transports[source].call(self.peers["last"], message, deadline_s=20)).message
+
+    async def prepare(self) -> None:
+        message = m.PrepareStage(
+            config=CONFIG,
+            plan=self.plan,
+            cluster=0,
+            stage=1,
+            peers=(self.peers["first"], self.peers["last"]),
+            requester=self.peers["requester"],
+            resume=False,
+        )
+        await self.call("coordinator", message)
+
+    def activation(self, number: int, *, scale: float = 1.0) -> tuple[m.Activation, list[Buffer]]:
+        tensors = {name: tensor.clone() for name, tensor in self.captured.tensors.items()}
+        own = {record.name: tensors[record.name] for record in self.programs[0].tensors}
+        values = dict(zip(self.programs[0].receives[-1], (self.inputs, self.labels), strict=True))
+        sent = self.programs[0].run(values, own, training=True)
+        crossing = {value: sent[value].detach() for value in self.programs[0].sends[1]}
+        crossing = {value: tensor * scale if tensor.is_floating_point() else tensor for value, tensor in crossing.items()}
+        message = m.Activation(
+            job_id="job",
+            source_stage=0,
+            micro_batch=MicroBatch(
+                number=number, batch=number, position=0, count=1, samples=4, batch_samples=4, training=True, seed=1, lease=number
+            ),
+            values=tuple(spec_of(str(value), tensor) for value, tensor in crossing.items()),
+            rng=False,
+        )
+        return message, [to_buffer(tensor) for tensor in crossing.values()]
+
+
+def play(scenario: Callable[[Scene, Agent], Any]) -> None:
+    async def run() -> None:
+        scene = Scene()
+        async with scene.running() as agent, asyncio.timeout(60):
+            await scenario(scene, agent)
+
+    asyncio.run(run())
+
+
+def test_the_last_stage_answers_an_activation_with_the_gradient_autograd_gives() -> None:
+    async def scenario(scene: Scene, agent: Agent) -> None:
+        await scene.prepare()
+        message, buffers = scene.activation(0)
+        await scene.transports["first"].send(scene.peers["last"], message, buffers)
+        gradient = await scene.actors["first"].wait_for(m.Gradient)
+        assert gradient.micro_batch == 0
+        assert not gradient.evaluation
+        heartbeat = await scene.actors["coordinator"].wait_for(m.Heartbeat)
+        assert heartbeat.job_id in ("", "job")
+        ended = await scene.call("coordinator", m.EndJob(job_id="job", reason="over"))
+        assert isinstance(ended, m.StageReport)
+        expected = nn.CrossEntropyLoss()(scene.model(scene.inputs), scene.labels)
+        assert ended.metrics.loss_sum == pytest.approx(4 * expected.item(), rel=1e-6)
+        assert (ended.metrics.updates, ended.metrics.samples, ended.metrics.staleness_max) == (1, 4, 0)
+
+    play(scenario)
+
+
+def test_values_from_a_node_without_that_stage_are_dropped_and_training_goes_on() -> None:
+    async def scenario(scene: Scene, agent: Agent) -> None:
+        await scene.prepare()
+        message, buffers = scene.activation(0)
+        await scene.transports["stranger"].send(scene.peers["last"], message, buffers)
+        await scene.transports["first"].send(scene.peers["last"], message, buffers)
+        assert (await scene.actors["first"].wait_for(m.Gradient)).micro_batch == 0
+        assert not any(isinstance(message, m.StageFailed) for _, message in scene.actors["coordinator"].received)
+
+    play(scenario)
+
+
+def test_values_of_the_wrong_shape_end_the_job_with_the_reason() -> None:
+    async def scenario(scene: Scene, agent: Agent) -> None:
+        await scene.prepare()
+        message, _ = scene.activation(0)
+        wrong: dict[str, Tensor] = {spec.name: torch.zeros(2, 2) for spec in message.values}
+        specs = tuple(spec_of(name, tensor) for name, tensor in wrong.items())
+        bad = m.Activation(job_id="job", source_stage=0, micro_batch=message.micro_batch, values=specs, rng=False)
+        await scene.transports["first"].send(scene.peers["last"], bad, [to_buffer(tensor) for tensor in wrong.values()])
+        failed = await scene.actors["coordinator"].wait_for(m.StageFailed)
+        assert failed.job_id == "job"
+        with pytest.raises(JobRefusedError):
+            await scene.call("coordinator", m.ContinueJob(job_id="job"))
+
+    play(scenario)
+
+
+def test_a_loss_that_is_not_finite_is_reported_as_such() -> None:
+    async def scenario(scene: Scene, agent: Agent) -> None:
+        await scene.prepare()
+        message, buffers = scene.activation(0, scale=float("nan"))
+        await scene.transports["first"].send(scene.peers["last"], message, buffers)
+        assert (await scene.actors["coordinator"].wait_for(m.StageFailed)).code == "R601"
+
+    play(scenario)
+
+
+def test_a_node_runs_one_stage_at_a_time_and_is_free_after_the_job() -> None:
+    async def scenario(scene: Scene, agent: Agent) -> None:
+        await scene.prepare()
+        with pytest.raises(JobRefusedError, match="already runs"):
+            await scene.prepare()
+        await scene.call("coordinator", m.EndJob(job_id="job", reason="over"))
+        await scene.prepare()
+
+    play(scenario)
+
+
+def test_a_plan_that_gives_this_node_no_such_stage_is_refused() -> None:
+    async def scenario(scene: Scene, agent: Agent) -> None:
+        scene.plan = Plan(clusters=(), segments=(), backups=(), samples_per_s=0.0, notes=())
+        with pytest.raises(MalformedMessageError, match="no stage 1"):
+            await scene.prepare()
+
+    play(scenario)
+
+
+def test_messages_of_another_job_are_dropped() -> None:
+    async def scenario(scene: Scene, agent: Agent) -> None:
+        await scene.prepare()
+        message, buffers = scene.activation(0)
+        other = m.Activation(job_id="other", source_stage=0, micro_batch=message.micro_batch, values=message.values, rng=False)
+        await scene.transports["first"].send(scene.peers["last"], other, buffers)
+        await scene.transports["first"].send(scene.peers["last"], message, buffers)
+        await scene.actors["first"].wait_for(m.Gradient)
+        ended = await scene.call("coordinator", m.EndJob(job_id="job", reason="over"))
+        assert isinstance(ended, m.StageReport)
+        assert ended.metrics.micro_batches == 1
+
+    play(scenario)
