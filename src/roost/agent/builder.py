@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
@@ -24,6 +24,8 @@ from roost.types import TensorRecord
 logger = logging.getLogger(__name__)
 
 FETCH_DEADLINE_S = 120.0
+FETCH_BYTES = 64 << 20
+"""Bytes of tensors per request, so that a large stage over a slow link meets the deadline of each."""
 
 
 async def build_stage(
@@ -88,15 +90,29 @@ async def _fetch_graph(assignment: Assignment, transport: Transport) -> bytes:
 
 
 async def _fetch_tensors(assignment: Assignment, transport: Transport, records: tuple[TensorRecord, ...]) -> dict[str, Tensor]:
-    names = tuple(record.name for record in records)
-    if not names:
-        return {}
-    request = m.FetchTensors(job_id=assignment.job_id, names=names)
-    reply = await transport.call(assignment.requester, request, deadline_s=FETCH_DEADLINE_S)
-    expected = tuple(record.spec for record in records)
-    if not isinstance(reply.message, m.TensorsReply) or reply.message.tensors != expected or len(reply.buffers) != len(expected):
-        raise MalformedMessageError("the requester sent other tensors than this stage's")
-    return {spec.name: from_buffer(spec, buffer) for spec, buffer in zip(expected, reply.buffers, strict=True)}
+    tensors: dict[str, Tensor] = {}
+    for group in _groups(records):
+        request = m.FetchTensors(job_id=assignment.job_id, names=tuple(record.name for record in group))
+        reply = await transport.call(assignment.requester, request, deadline_s=FETCH_DEADLINE_S)
+        expected = tuple(record.spec for record in group)
+        if not isinstance(reply.message, m.TensorsReply) or reply.message.tensors != expected or len(reply.buffers) != len(expected):
+            raise MalformedMessageError("the requester sent other tensors than this stage's")
+        tensors.update({spec.name: from_buffer(spec, buffer) for spec, buffer in zip(expected, reply.buffers, strict=True)})
+    return tensors
+
+
+def _groups(records: tuple[TensorRecord, ...]) -> Iterator[list[TensorRecord]]:
+    """Yield the records in groups of at most FETCH_BYTES, or one record that is larger."""
+    group: list[TensorRecord] = []
+    size = 0
+    for record in records:
+        if group and size + record.nbytes > FETCH_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(record)
+        size += record.nbytes
+    if group:
+        yield group
 
 
 async def _fetch_optimizer(assignment: Assignment, transport: Transport) -> dict[str, Tensor]:

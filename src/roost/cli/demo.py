@@ -26,11 +26,11 @@ BASELINE_S = 3.0
 MODEL_LINE = "from roost.demo.digits import DigitsCNN\nmodel = DigitsCNN()"
 
 NODES = (
-    NodeOptions(name="desk", memory="5.6MB", relative_speed=0.6),
-    NodeOptions(name="laptop", memory="4.7MB", relative_speed=0.5),
-    NodeOptions(name="attic", memory="5.1MB", relative_speed=0.3),
-    NodeOptions(name="kitchen", memory="4.5MB", relative_speed=0.25),
-    NodeOptions(name="shed", memory="4.5MB", relative_speed=0.2),
+    NodeOptions(name="desk", memory="5.6MB", relative_speed=0.36),
+    NodeOptions(name="laptop", memory="4.7MB", relative_speed=0.3),
+    NodeOptions(name="attic", memory="5.1MB", relative_speed=0.18),
+    NodeOptions(name="kitchen", memory="4.5MB", relative_speed=0.15),
+    NodeOptions(name="shed", memory="4.5MB", relative_speed=0.12),
 )
 """Memory and speed are declared: emulated on one machine by pacing the computation.
 

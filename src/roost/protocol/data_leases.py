@@ -114,6 +114,7 @@ class LeaseBook:
         self._sync_epoch = start_epoch  # the epoch at which the next synchronisation point stops
         self._queues: dict[int, RangeQueue] = {}  # epoch -> what is left of it, earliest epoch first
         self._leased: dict[int, tuple[int, Lease]] = {}  # lease id -> its cluster and the lease, until done
+        self._released: set[int] = set()  # lost clusters: a request of theirs may still be on its way
         self._next_lease = 0
         self._samples_done = 0
         self._stopped = False
@@ -178,6 +179,8 @@ class LeaseBook:
         self._check_cluster(cluster)
         if want < 1:
             raise self._broken(f"cluster {cluster} asks for {want} leases")
+        if cluster in self._released:
+            return (), True
         given: list[Lease] = []
         while len(given) < want and self._available():
             epoch = min(self._queues)
@@ -205,8 +208,9 @@ class LeaseBook:
             self._samples_done += lease.samples if lease.training else 0
 
     def release(self, cluster: int) -> tuple[Lease, ...]:
-        """Give the unfinished leases of a lost cluster to the others, and return them."""
+        """Give the unfinished leases of a lost cluster to the others, and return them; it gets no more."""
         self._check_cluster(cluster)
+        self._released.add(cluster)
         freed = tuple(lease for owner, lease in self._leased.values() if owner == cluster)
         for lease in freed:
             del self._leased[lease.lease_id]

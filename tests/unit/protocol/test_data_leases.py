@@ -155,6 +155,14 @@ def test_the_leases_of_a_lost_cluster_go_to_others_and_it_cannot_report_them() -
         leases.done(1, [lost[0].lease_id])
 
 
+def test_a_request_of_a_lost_cluster_that_was_on_its_way_gets_nothing() -> None:
+    leases = book(shares=(0.5, 0.5))
+    leases.open_training()
+    leases.release(1)
+    assert leases.request(1, 3) == ((), True)
+    assert len(drain(leases, 0)) == 10
+
+
 def test_stopping_ends_the_run_once_what_is_leased_is_done() -> None:
     leases = book(samples=100, epochs=3)
     leases.open_training()
@@ -203,6 +211,7 @@ def test_every_sample_of_every_epoch_is_done_exactly_once(
     seed: int, samples: int, validation: int, clusters: int, batch_size: int, epochs: int, sync_interval: int
 ) -> None:
     rng = random.Random(seed)
+    survivor = rng.randrange(clusters)
     shares = tuple(rng.uniform(0.01, 1) for _ in range(clusters))
     leases = book(samples=samples, validation=validation, shares=shares, batch_size=batch_size, epochs=epochs, sync_interval=sync_interval)
     applied: Counter[tuple[bool, int, int]] = Counter()
@@ -219,7 +228,7 @@ def test_every_sample_of_every_epoch_is_done_exactly_once(
                     owner, lease = held.pop(rng.randrange(len(held)))
                     leases.done(owner, [lease.lease_id])
                     applied.update((lease.training, lease.epoch, sample) for sample in range(lease.start, lease.stop))
-                elif action >= 0.95:
+                elif action >= 0.95 and cluster != survivor:
                     leases.release(cluster)
                     held = [(owner, lease) for owner, lease in held if owner != cluster]
     assert set(applied.values()) == {1}
