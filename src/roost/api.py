@@ -20,7 +20,7 @@ from roost.checkpoint.manifest import MANIFEST_FILE
 from roost.checkpoint.reader import Checkpoint, latest, load
 from roost.checkpoint.writer import check_writable
 from roost.config import ArgumentValue, JobConfig, NamedArguments, require
-from roost.errors import CheckpointMismatchError, InvalidConfigError
+from roost.errors import CheckpointMismatchError, InvalidConfigError, InvalidDataError
 from roost.pipeline.optimizer import check_optimizer
 from roost.pipeline.probe import measure
 from roost.pipeline.tensor_bytes import spec_of
@@ -153,7 +153,14 @@ def prepare(job: Job, *, resume: str | Path | None = None) -> JobPackage:
         validation.batch([0])
     inputs, labels = micro_batch[:-1], micro_batch[-1:]
     captured = capture(job.model, job.loss, inputs, labels, metric=job.metric, name=job.name)
-    check_against_eager(job.model, job.loss, captured, inputs, labels, seed=job.seed)
+    try:
+        check_against_eager(job.model, job.loss, captured, inputs, labels, seed=job.seed)
+    # What a model raises on real values that it did not raise when it was traced, such as a label that is out of range.
+    except (RuntimeError, TypeError, ValueError, ArithmeticError, AssertionError, LookupError) as error:
+        raise InvalidDataError(
+            f"model and loss fail on the first {len(labels[0])} training samples: {type(error).__name__}: {error}",
+            hint="Call loss(model(inputs), labels) on these samples in plain PyTorch; look for labels that are out of range.",
+        ) from error
     model_profile = _profile(captured, inputs, labels)
     if checkpoint is not None:
         captured = _with_tensors(captured, checkpoint)

@@ -13,7 +13,7 @@ from roost.config import CoordinatorConfig, require
 from roost.coordinator.enrolment import EnrolmentServer, issue_join_token
 from roost.coordinator.service import Coordinator
 from roost.coordinator.store import Store
-from roost.errors import CredentialsError
+from roost.errors import CredentialsError, InvalidConfigError
 from roost.transport.authority import EnrolmentIdentity, open_authority, open_enrolment_identity
 from roost.transport.credentials import fingerprint
 from roost.transport.grpc_transport import GrpcTransport
@@ -26,7 +26,10 @@ DATABASE = "roost.sqlite"
 def run(config: CoordinatorConfig, *, tokens: int, json_output: bool, exit_with_parent: bool) -> None:
     """Serve until stopped, after printing how to join."""
     require(0 <= tokens <= 1000, f"tokens must be in 0..1000, not {tokens}")
-    Path(config.state_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        Path(config.state_dir).mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise InvalidConfigError(f"the state directory {config.state_dir} cannot be made: {error}") from error
     run_until_stopped(_serve(config, tokens=tokens, json_output=json_output), exit_with_parent=exit_with_parent)
 
 

@@ -104,6 +104,7 @@ def _cluster_table(cluster: ClusterPlan, nodes: dict[str, NodeProfile], profile:
         title_style="bold",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        show_edge=False,
     )
     table.add_column("stage", justify="right")
     table.add_column("node", overflow="fold")
@@ -128,7 +129,8 @@ def _layers(stage: StagePlan, profile: ModelProfile) -> str:
     labels = list(dict.fromkeys(unit.label for unit in units if unit.label))
     if len(labels) < 2:
         return "".join(labels)
-    return f"{labels[0]} .. {labels[-1]}"
+    parent, dot, _ = labels[0].rpartition(".")
+    return f"{labels[0]} .. {labels[-1].removeprefix(parent + dot)}"
 
 
 def print_result(console: Console, run: Run, *, model_line: str) -> None:

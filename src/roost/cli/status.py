@@ -63,7 +63,7 @@ async def _ask(address: str, token: str) -> m.Status:
 
 
 def _nodes_table(status: m.Status) -> Table:
-    table = Table(title=f"{len(status.nodes)} node(s)", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=f"{len(status.nodes)} node(s)", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in ("node", "state", "heard", "GFLOP/s", "memory", "device", "cluster.stage"):
         table.add_column(name, overflow="fold")
     for node in status.nodes:

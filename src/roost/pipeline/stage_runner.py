@@ -228,7 +228,10 @@ class StageRunner:
         )
 
     def evaluate(self, mb: MicroBatch, values: Mapping[int, Tensor]) -> EvaluateResult:
-        """Run an evaluation forward with the current weights; nothing is kept. Raises StageFailedError."""
+        """Run an evaluation forward with the current weights; nothing is kept.
+
+        Raises StageFailedError, and NonFiniteLossError on the last stage if the loss or the metric is no number.
+        """
         arguments = {value: tensor.to(self._device) for value, tensor in values.items()}
         with torch.no_grad(), self._failing(mb.number, "evaluation"):
             produced = self._program.run(arguments, self._versions.current.tensors, training=False)
@@ -242,9 +245,18 @@ class StageRunner:
         metric = produced.get(self._program.metric_value) if self._program.metric_value is not None else None
         return EvaluateResult(
             outputs=outputs,
-            loss=float(loss) if loss is not None else None,
-            metric=float(metric) if metric is not None else None,
+            loss=self._finite(loss, "loss", mb) if loss is not None else None,
+            metric=self._finite(metric, "metric", mb) if metric is not None else None,
         )
+
+    def _finite(self, value: Tensor, what: str, mb: MicroBatch) -> float:
+        number = float(value)
+        if not math.isfinite(number):
+            raise NonFiniteLossError(
+                f"the {what} of evaluation micro-batch {mb.number} is {number} on stage {self._program.index}",
+                hint="Check the validation data for NaN, and the metric for divisions by zero.",
+            )
+        return number
 
     def snapshot(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return copies of the current tensors `names`, in that order, on the stage's device."""

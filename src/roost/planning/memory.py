@@ -12,7 +12,8 @@ For a stage with units first .. last-1 that may have F micro-batches in flight:
     + values and gradients at the far end         2 * crossing_bytes after the stage
     + averaging, with more than one cluster       2 * averaged_bytes       (the snapshot and the sum that goes round the ring)
 
-V is the staleness bound: F micro-batches in flight were forwarded with at most that many versions besides the current one.
+V is the staleness bound: F micro-batches in flight were forwarded with at most that many versions besides the current one
+(one more for a moment, at the end of an epoch whose last batch has fewer micro-batches).
 """
 
 from __future__ import annotations

@@ -88,8 +88,10 @@ class SampleSource:
             sample = self._dataset[index]
         except Exception as error:
             raise InvalidDataError(f"{self._what}: reading sample {index} raised {type(error).__name__}: {error}") from error
-        if not isinstance(sample, (tuple, list)) or len(sample) < 2:
+        if not isinstance(sample, (tuple, list)):
             raise InvalidDataError(f"{self._what}: sample {index} is a {type(sample).__name__}, not a tuple of inputs and a label")
+        if len(sample) < 2:
+            raise InvalidDataError(f"{self._what}: sample {index} has {len(sample)} element(s), not inputs and a label")
         return tuple(sample)
 
     def _stack(self, column: Sequence[Any], indices: Sequence[int]) -> Tensor:

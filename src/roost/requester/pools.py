@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
 import sys
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from roost.config import NodeOptions, check_identifier, parse_bytes, require
+from roost.config import NodeOptions, parse_bytes, require
 from roost.errors import CredentialsError, DeadlineError, RoostError, StageFailedError
 from roost.transport.addresses import host_towards
 from roost.transport.enrolment_client import Enrolment, enrol
@@ -78,7 +79,7 @@ class RemotePool:
         """Enrol with the token, or use the certificate of an earlier enrolment. Raises SecurityError."""
         directory = Path(self.state_dir) if self.state_dir else requester_dir(self.address)
         if self.token:
-            enrolment = await enrol(self.address, self.token, name=_requester_name(), state_dir=directory, deadline_s=ENROL_S)
+            enrolment = await enrol(self.address, self.token, name=_requester_name(directory), state_dir=directory, deadline_s=ENROL_S)
         else:
             try:
                 enrolment = Enrolment.load(directory)
@@ -236,7 +237,14 @@ def requester_dir(address: str) -> Path:
     return Path.home() / ".roost" / "requester" / address.replace(":", "_").replace("/", "_")
 
 
-def _requester_name() -> str:
-    name = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{getpass.getuser()}-{socket.gethostname()}")[:64]
-    check_identifier(name, "requester name")
-    return name
+def _requester_name(directory: Path) -> str:
+    """Return the name this requester had before, or a new one: nobody is refused for a name that was made for him."""
+    with contextlib.suppress(CredentialsError):
+        return Enrolment.load(directory).credentials.peer_id
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        # A user id without a name, as in some containers.
+        user = "requester"
+    place = re.sub(r"[^A-Za-z0-9_.-]", "-", f"{user}-{socket.gethostname()}").lstrip("-._")[:56]
+    return f"{place or 'requester'}-{secrets.token_hex(3)}"

@@ -35,28 +35,28 @@ WAIT_S = 20.0
 COORDINATOR = Peer(peer_id="coordinator", address="inproc:coordinator")
 
 
+def unit(index: int) -> UnitProfile:
+    weight = TensorRecord(name=f"layers.{index}.weight", dtype="float32", shape=(MB // 4,), kind=TensorKind.PARAMETER, trainable=True)
+    return UnitProfile(
+        start=index,
+        stop=index + 1,
+        label=f"layers.{index}",
+        forward_s=0.001,
+        backward_s=0.002,
+        forward_flop=1e6,
+        tensors=(weight,),
+        saved_bytes=1000,
+        crossing_bytes=1000,
+    )
+
+
 def model(units: int = 4) -> ModelProfile:
     """Return a made-up model of equal units, each with a parameter of one megabyte."""
     return ModelProfile(
         name="made-up",
         micro_batch_size=4,
         reference_flop_per_s=1e9,
-        units=tuple(
-            UnitProfile(
-                start=index,
-                stop=index + 1,
-                label=f"layers.{index}",
-                forward_s=0.001,
-                backward_s=0.002,
-                forward_flop=1e6,
-                tensors=(
-                    TensorRecord(name=f"layers.{index}.weight", dtype="float32", shape=(MB // 4,), kind=TensorKind.PARAMETER, trainable=True),
-                ),
-                saved_bytes=1000,
-                crossing_bytes=1000,
-            )
-            for index in range(units)
-        ),
+        units=tuple(unit(index) for index in range(units)),
         input_bytes=1000,
     )
 

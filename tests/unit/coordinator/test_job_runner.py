@@ -1,0 +1,387 @@
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coordinator_kit import MB, FakeNode, Scene, config, profile, refusal, scene
+
+from roost import messages as m
+from roost.errors import (
+    CheckpointError,
+    ForbiddenError,
+    JobRefusedError,
+    NodeLostError,
+    ProtocolError,
+    RequesterLostError,
+    StageFailedError,
+)
+from roost.transport.interface import Sender
+from roost.types import EpochResult, EvaluationResult, Lease, Role
+
+
+def sender(name: str) -> Sender:
+    return Sender(peer_id=name, role=Role.NODE)
+
+
+async def started(stage: Scene, **fields: int) -> m.JobAccepted:
+    """Submit a job for every node of the scene and wait until it trains."""
+    accepted = await stage.requester.submit(config(**fields), wait_nodes=len(stage.nodes))
+    await stage.requester.until(m.JobState.TRAINING)
+    return accepted
+
+
+def firsts(stage: Scene, accepted: m.JobAccepted) -> dict[int, FakeNode]:
+    """Return the first node of every cluster, by cluster."""
+    return {cluster.index: stage.nodes[cluster.stages[0].node_id] for cluster in accepted.plan.clusters}
+
+
+# ---------------------------------------------------------------- a whole life
+
+
+def test_a_job_trains_averages_evaluates_saves_and_goes_on_to_the_end(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a")) as stage:
+            node = stage.nodes["a"]
+            await started(stage, epochs=2, validation_samples=6)
+            for epoch in (1, 2):
+                leases = await node.train()
+                assert sorted((lease.start, lease.stop) for lease in leases) == [(0, 4), (4, 8), (8, 12), (12, 16), (16, 20), (20, 22)]
+                assert {lease.epoch for lease in leases} == {epoch - 1}
+                await node.go.wait()
+                grant = await node.lease(want=9)
+                assert [(lease.training, lease.start, lease.stop) for lease in grant.leases] == [(False, 0, 4), (False, 4, 6)]
+                node.go.clear()
+                for lease, metric in zip(grant.leases, (1.0, 0.25), strict=True):
+                    await node.evaluated(lease, loss=0.5 * epoch, metric=metric)
+            done = await stage.requester.until(m.JobState.DONE)
+            assert [(result.epoch, result.samples, result.validation_loss, result.metric) for result in done.history] == [
+                (1, 22, 0.5, 0.75),
+                (2, 44, 1.0, 0.75),
+            ]
+            assert [result.checkpoint for result in done.history] == ["/checkpoints/epoch-0001", "/checkpoints/epoch-0002"]
+            assert (done.epochs_done, done.cancelled, done.error) == (2.0, False, None)
+            finished = [message for message in stage.requester.asked if isinstance(message, m.FinishCheckpoint)]
+            assert [(message.epoch, message.updates) for message in finished] == [(1, 6), (2, 12)]
+            stored = stage.store.job("job")
+            assert stored is not None
+            assert stored.state is m.JobState.DONE
+            assert stored.plan == finished[0].plan
+            assert stage.store.history("job") == done.history
+
+    asyncio.run(main())
+
+
+def test_exact_rounds_are_counted_from_one_and_every_stage_takes_part(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a"), profile("b")) as stage:
+            accepted = await started(stage, epochs=2, min_clusters=2)
+            for _ in range(2):
+                await asyncio.gather(*(node.train(cluster=cluster) for cluster, node in firsts(stage, accepted).items()))
+            await stage.requester.until(m.JobState.DONE)
+            for node in stage.nodes.values():
+                assert [message.order for message in node.asked if isinstance(message, m.AverageNow)] == [1, 2]
+
+    asyncio.run(main())
+
+
+def test_only_one_cluster_uploads_a_checkpoint_and_all_of_its_stages_do(tmp_path: Path) -> None:
+    async def main() -> None:
+        names = ("a", "b", "c", "d")
+        async with scene(tmp_path, *(profile(name, memory=11 * MB) for name in names)) as stage:
+            accepted = await started(stage, min_clusters=2)
+            assert [len(cluster.stages) for cluster in accepted.plan.clusters] == [2, 2]
+            await asyncio.gather(*(node.train(cluster=cluster) for cluster, node in firsts(stage, accepted).items()))
+            await stage.requester.until(m.JobState.DONE)
+            savers = {name for name in names if stage.nodes[name].was_asked(m.SaveStage)}
+            assert savers in [{node.node_id for node in cluster.stages} for cluster in accepted.plan.clusters]
+            segments = [s for name in savers for ask in stage.nodes[name].asked if isinstance(ask, m.SaveStage) for s in ask.segments]
+            assert sorted(segments) == [segment.index for segment in accepted.plan.segments]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("pattern", ["in turn", "the slow cluster idles", "the fast cluster idles"])
+def test_with_unequal_clusters_every_sample_is_consumed_once_per_epoch(tmp_path: Path, pattern: str) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("fast", speed=3e9), profile("slow", speed=1e9)) as stage:
+            accepted = await started(stage, epochs=3, samples=203, min_clusters=2, sync_interval=3)
+            assert sorted(round(cluster.share, 2) for cluster in accepted.plan.clusters) == [0.25, 0.75]
+            clusters = firsts(stage, accepted)
+            by_speed = sorted(clusters, key=lambda cluster: clusters[cluster].name)
+            turns = {"in turn": by_speed, "the slow cluster idles": by_speed[:1], "the fast cluster idles": by_speed[1:]}[pattern]
+            seen: Counter[tuple[int, int]] = Counter()
+            for cluster in itertools.cycle(turns):
+                grant = await clusters[cluster].lease(cluster=cluster)
+                seen.update((lease.epoch, sample) for lease in grant.leases for sample in range(lease.start, lease.stop))
+                await clusters[cluster].done(*grant.leases, cluster=cluster)
+                if grant.drained:
+                    break
+            done = await stage.requester.until(m.JobState.DONE)
+            assert seen == {(epoch, sample): 1 for epoch in range(3) for sample in range(203)}
+            assert done.history[-1].samples == 3 * 203
+            firsts_samples = {metrics.node_id: metrics.samples for metrics in done.metrics}
+            assert sum(firsts_samples.values()) == 3 * 203
+            if pattern == "in turn":
+                # Both asked equally often: then what each got first follows its share, and the rest is taken from the other.
+                assert firsts_samples["fast"] > 0 < firsts_samples["slow"]
+
+    asyncio.run(main())
+
+
+def test_the_training_loss_of_an_epoch_is_the_mean_over_its_own_samples(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a")) as stage:
+            node = stage.nodes["a"]
+            await started(stage, epochs=2, samples=8)
+            for loss in (2.0, 1.0):
+                await node.go.wait()
+                node.metrics = replace(node.metrics, loss_sum=node.metrics.loss_sum + 8 * loss, loss_samples=node.metrics.loss_samples + 8)
+                await node.train()
+            done = await stage.requester.until(m.JobState.DONE)
+            assert [result.train_loss for result in done.history] == [2.0, 1.0]
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------- who may say what
+
+
+def test_only_the_first_stage_of_a_cluster_leases_and_reports(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a", memory=7 * MB), profile("b", memory=7 * MB), profile("tiny", memory=1000)) as stage:
+            accepted = await started(stage)
+            first, second = (stage.nodes[planned.node_id] for planned in accepted.plan.clusters[0].stages)
+            for node in (second, stage.nodes["tiny"]):
+                with pytest.raises(ForbiddenError, match="does not run the first stage of cluster 0"):
+                    await node.lease()
+            with pytest.raises(ForbiddenError, match="does not run the first stage of cluster 1"):
+                await first.lease(cluster=1)
+            (lease,) = (await first.lease()).leases
+            with pytest.raises(ForbiddenError, match="does not run the first stage"):
+                await on_message(stage, second, m.LeaseDone(job_id="job", cluster=0, lease_ids=(lease.lease_id,)))
+            with pytest.raises(ProtocolError, match="unknown or already done"):
+                await on_message(stage, first, m.LeaseDone(job_id="job", cluster=0, lease_ids=(lease.lease_id + 1,)))
+            with pytest.raises(JobRefusedError, match="job other is not running"):
+                await first.lease(job_id="other")
+
+    asyncio.run(main())
+
+
+async def on_message(stage: Scene, node: FakeNode, message: m.Message) -> None:
+    """Hand a one-way message to the coordinator so that its refusal is seen."""
+    await stage.coordinator.on_message(sender(node.name), message, [])
+
+
+def test_one_cluster_does_not_report_the_leases_of_another(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a"), profile("b")) as stage:
+            accepted = await started(stage, min_clusters=2)
+            clusters = firsts(stage, accepted)
+            (lease,) = (await clusters[0].lease(cluster=0)).leases
+            with pytest.raises(ProtocolError, match="belongs to cluster 0"):
+                await on_message(stage, clusters[1], m.LeaseDone(job_id="job", cluster=1, lease_ids=(lease.lease_id,)))
+
+    asyncio.run(main())
+
+
+def evaluation(lease_id: int, samples: int, cluster: int = 0) -> m.EvaluationDone:
+    result = EvaluationResult(lease_id=lease_id, samples=samples, loss_sum=1.0, metric_sum=1.0)
+    return m.EvaluationDone(job_id="job", cluster=cluster, result=result)
+
+
+def test_evaluations_are_taken_only_when_asked_for_and_for_no_more_samples_than_were_leased(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a"), profile("tiny", memory=1000)) as stage:
+            node = stage.nodes["a"]
+            await started(stage, validation_samples=4)
+            with pytest.raises(ForbiddenError, match="not asked for"):
+                await on_message(stage, node, evaluation(0, 1))
+            await node.train()
+            await node.go.wait()
+            (lease,) = (await node.lease()).leases
+            for message in (evaluation(lease.lease_id, 5), evaluation(lease.lease_id + 1, 1)):
+                with pytest.raises(ForbiddenError, match="more evaluation samples"):
+                    await on_message(stage, node, message)
+            with pytest.raises(ForbiddenError, match="not asked for"):
+                await on_message(stage, stage.nodes["tiny"], evaluation(lease.lease_id, 1))
+            await on_message(stage, node, evaluation(lease.lease_id, 3))
+            with pytest.raises(ForbiddenError, match="more evaluation samples"):
+                await on_message(stage, node, evaluation(lease.lease_id, 2))
+            await on_message(stage, node, evaluation(lease.lease_id, 1))
+            done = await stage.requester.until(m.JobState.DONE)
+            assert done.history[0].validation_loss == 0.5
+
+    asyncio.run(main())
+
+
+def test_a_node_without_a_stage_cannot_fail_a_job(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a"), profile("tiny", memory=1000)) as stage:
+            await started(stage)
+            report = m.StageFailed(job_id="job", code="R603", message="x", hint="x")
+            with pytest.raises(ForbiddenError, match="tiny runs no stage"):
+                await on_message(stage, stage.nodes["tiny"], report)
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "expected"),
+    [
+        ("R601", "the loss of micro-batch 3 is nan", "R601"),
+        ("R103", "the training data: sample 3 raised ValueError", "R103"),
+        ("R501", "b at inproc:b cannot be reached from a", NodeLostError.code),
+        ("R502", "b at inproc:b did not take or answer Activation of a in 30 s", NodeLostError.code),
+        ("R501", "requester at inproc:requester cannot be reached from a", RequesterLostError.code),
+        ("R999", "of a later version", "R000"),
+    ],
+)
+def test_a_failed_stage_ends_the_job_with_the_error_that_fits(tmp_path: Path, code: str, message: str, expected: str) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a")) as stage:
+            await started(stage)
+            await stage.nodes["a"].send(m.StageFailed(job_id="job", code=code, message=message, hint="hint"))
+            failed = await stage.requester.until(m.JobState.FAILED)
+            assert failed.error is not None
+            assert failed.error.code == expected
+            assert message in failed.error.message
+            stored = stage.store.job("job")
+            assert stored is not None
+            assert stored.error == failed.error
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", [m.PrepareStage, m.ContinueJob, m.AverageNow, m.SaveStage])
+def test_a_node_that_refuses_a_step_fails_the_job_with_its_own_error(tmp_path: Path, kind: type[m.Message]) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a"), profile("b")) as stage:
+            for node in stage.nodes.values():
+                node.answers[kind] = refusal(StageFailedError)
+            accepted = await stage.requester.submit(config(min_clusters=2), wait_nodes=2)
+            training = asyncio.gather(*(node.train(cluster=cluster) for cluster, node in firsts(stage, accepted).items()))
+            failed = await stage.requester.until(m.JobState.FAILED)
+            training.cancel()
+            assert failed.error is not None
+            assert (failed.error.code, failed.error.message) == ("R603", f"{kind.__name__} fails in this test")
+            assert all(node.was_asked(m.EndJob) for node in stage.nodes.values())
+
+    asyncio.run(main())
+
+
+def test_a_checkpoint_that_cannot_be_written_fails_the_job_with_the_requesters_error(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a")) as stage:
+            stage.requester.answers[m.FinishCheckpoint] = refusal(CheckpointError)
+            await started(stage)
+            await stage.nodes["a"].train()
+            failed = await stage.requester.until(m.JobState.FAILED)
+            assert failed.error is not None
+            assert failed.error.code == "R700"
+
+    asyncio.run(main())
+
+
+def test_a_requester_that_is_gone_when_the_checkpoint_is_finished_is_called_lost(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a")) as stage:
+            stage.nodes["a"].answers[m.SaveStage] = lambda message: stage.network.kill("requester") or m.Done()
+            await started(stage)
+            ended = stage.nodes["a"].answers[m.EndJob] = Called(m.Done())
+            await stage.nodes["a"].train()
+            async with asyncio.timeout(20):
+                await ended.happened.wait()
+            stored = stage.store.job("job")
+            assert stored is not None
+            assert stored.error is not None
+            assert stored.error.code == RequesterLostError.code
+
+    asyncio.run(main())
+
+
+class Called:
+    """An answer that says when it was given."""
+
+    def __init__(self, reply: m.Message) -> None:
+        self.happened = asyncio.Event()
+        self._reply = reply
+
+    def __call__(self, message: Any) -> m.Message:
+        self.happened.set()
+        return self._reply
+
+
+# ---------------------------------------------------------------- stopping
+
+
+def test_a_cancelled_job_finishes_what_was_leased_saves_and_ends(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a")) as stage:
+            node = stage.nodes["a"]
+            await started(stage, epochs=5, validation_samples=4)
+            leases: tuple[Lease, ...] = (await node.lease(want=2)).leases
+            await stage.requester.call(m.CancelJob(job_id="job"))
+            await stage.requester.call(m.CancelJob(job_id="job"))
+            grant = await node.lease()
+            assert (grant.leases, grant.drained) == ((), True)
+            assert not node.was_asked(m.AverageNow)
+            await node.done(*leases)
+            done = await stage.requester.until(m.JobState.DONE)
+            assert done.cancelled
+            assert [(result.epoch, result.samples, result.checkpoint) for result in done.history] == [(0, 8, "/checkpoints/stopped-0000")]
+            assert done.history[0].validation_loss is None
+
+    asyncio.run(main())
+
+
+def test_a_job_cancelled_while_its_stages_are_built_ends_without_a_checkpoint(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a")) as stage:
+            await stage.requester.submit()
+            await stage.requester.call(m.CancelJob(job_id="job"))
+            done = await stage.requester.until(m.JobState.DONE)
+            assert (done.cancelled, done.history) == (True, ())
+            assert (await stage.requester.submit(config("second"))).plan.stages
+
+    asyncio.run(main())
+
+
+def test_a_job_cancelled_before_it_is_planned_never_gets_a_plan(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a"), profile("b")) as stage:
+            probed = stage.nodes["a"].answers[m.ProbeLinks] = Called(m.LinkReport(links=()))
+            submitted = asyncio.create_task(stage.requester.submit(wait_nodes=2))
+            await probed.happened.wait()
+            await stage.requester.call(m.CancelJob(job_id="job"))
+            with pytest.raises(StageFailedError, match="job job was cancelled before it was planned"):
+                await submitted
+            await stage.requester.until(m.JobState.DONE)
+            status = await stage.requester.call(m.StatusRequest())
+            assert isinstance(status, m.Status)
+            assert status.plan is None
+            assert not any(node.was_asked(m.PrepareStage) for node in stage.nodes.values())
+
+    asyncio.run(main())
+
+
+def test_a_requester_that_missed_the_end_hears_it_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a")) as stage:
+            await started(stage)
+            await stage.nodes["a"].train()
+            await stage.requester.until(m.JobState.DONE)
+            await stage.requester.call(m.StatusRequest())
+            stage.requester.updates.clear()
+            await stage.requester.call(m.RequesterHeartbeat(job_id="job"))
+            done = await stage.requester.until(m.JobState.DONE)
+            assert isinstance(done.history[0], EpochResult)
+
+    asyncio.run(main())
