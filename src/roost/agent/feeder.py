@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 PREFETCHED_LEASES = 4
 FETCH_DEADLINE_S = 60.0
+EVALUATION_WINDOW = 2
+"""Evaluation micro-batches in the pipeline, per stage."""
 
 
 class Feeder:
@@ -32,7 +34,7 @@ class Feeder:
         self._go = asyncio.Event()
         self._fetches: asyncio.Queue[tuple[Lease, asyncio.Task[tuple[Tensor, ...]]]] = asyncio.Queue(maxsize=PREFETCHED_LEASES)
         self._training_slots = asyncio.Semaphore(2)
-        self._evaluation_slots = asyncio.Semaphore(2 * len(assignment.cluster.stages))
+        self._evaluation_slots = asyncio.Semaphore(EVALUATION_WINDOW * len(assignment.cluster.stages))
         self._next_number = 0
         # A resumed run goes on with the seeds that the run before it would have used next.
         self._next_batch = assignment.config.start_updates

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from torch import Tensor
 
@@ -22,6 +22,11 @@ logger = logging.getLogger(__name__)
 ROUND_DEADLINE_S = 60.0
 WEIGHT_FLOOR = 1e-6
 """Weight of a member that has consumed nothing since its last snapshot: a round in which nobody has stays defined."""
+
+MAX_WAITING_ROUNDS = 4
+"""Rounds whose chunks may wait here: honest members are at most one ahead."""
+MAX_ELEMENT_BYTES = 8
+"""Sums are float64 at most; a segment's elements have at least one byte."""
 
 Snapshot = Callable[[], Awaitable[tuple[dict[str, Tensor], int]]]
 Apply = Callable[[dict[str, Tensor], dict[str, Tensor]], Awaitable[None]]
@@ -78,6 +83,10 @@ class RingDriver:
             raise MalformedMessageError(f"{sender} is not the previous member of the ring of segment {self._segment.index}")
         if not self._member.wants(message.round):
             return
+        if len(self._arrived) >= MAX_WAITING_ROUNDS * 2 * len(self._segment.members):
+            raise MalformedMessageError(f"{sender} sends chunks of more rounds of segment {self._segment.index} than may wait")
+        if len(buffer) > MAX_ELEMENT_BYTES * self._segment.nbytes:
+            raise MalformedMessageError(f"{sender} sent a chunk of {len(buffer)} bytes, larger than segment {self._segment.index}")
         self._arrived[message.round, message.step] = buffer
         self._events.put_nowait(
             rounds.ChunkArrived(round=message.round, step=message.step, chunk=message.chunk, weight=message.weight, now=time.monotonic())
@@ -96,14 +105,14 @@ class RingDriver:
     # ------------------------------------------------------------ the task
 
     async def run(self) -> None:
-        """Handle events until cancelled; a peer that cannot be reached ends the round, not the training."""
+        """Handle events until cancelled; a peer that cannot be reached ends the round, not the training.
+
+        Raises ProtocolError or MalformedMessageError for a chunk that cannot be: the average would be wrong.
+        """
         while True:
             event = await self._next_event()
             for instruction in self._member.handle(event):
-                try:
-                    await self._perform(instruction)
-                except TransportError as error:
-                    logger.warning("round_hampered job=%s segment=%d error=%s", self._job_id, self._segment.index, error.message)
+                await self._perform(instruction)
             async with self.moved:
                 self.moved.notify_all()
 
@@ -120,8 +129,7 @@ class RingDriver:
     async def _perform(self, instruction: rounds.RingInstruction) -> None:
         match instruction:
             case rounds.SendOpen(peer=peer, round=number):
-                message = m.OpenRound(job_id=self._job_id, segment=self._segment.index, round=number)
-                await self._transport.send(self._peers[peer], message, lane=Lane.AVERAGING)
+                await self._send(peer, m.OpenRound(job_id=self._job_id, segment=self._segment.index, round=number))
             case rounds.TakeSnapshot(round=number):
                 await self._take_snapshot(number)
             case rounds.SendChunk():
@@ -162,7 +170,14 @@ class RingDriver:
             weight=instruction.weight,
             dtype=str(tensor.dtype).removeprefix("torch."),
         )
-        await self._transport.send(self._peers[instruction.peer], message, [to_buffer(tensor)], lane=Lane.AVERAGING)
+        await self._send(instruction.peer, message, [to_buffer(tensor)])
+
+    async def _send(self, peer: str, message: m.Message, buffers: Sequence[Buffer] = ()) -> None:
+        try:
+            await self._transport.send(self._peers[peer], message, buffers, lane=Lane.AVERAGING)
+        except TransportError as error:
+            # The round then ends by its deadline, here and at the others; training goes on.
+            logger.warning("round_hampered job=%s segment=%d error=%s", self._job_id, self._segment.index, error.message)
 
     async def _apply_average(self, number: int) -> None:
         average = await asyncio.to_thread(self._filled.unflatten)

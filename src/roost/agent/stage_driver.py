@@ -16,7 +16,7 @@ from torch import Tensor
 from roost import messages as m
 from roost.agent.assignment import Assignment
 from roost.agent.compute import ComputeThread
-from roost.agent.feeder import Feeder
+from roost.agent.feeder import EVALUATION_WINDOW, Feeder
 from roost.agent.outbox import Outbox
 from roost.agent.ring_driver import RingDriver
 from roost.errors import MalformedMessageError, RoostError, StageFailedError
@@ -84,6 +84,8 @@ class StageDriver:
         self._outbox = Outbox(transport, on_failure=on_failure)
         self._feeder = Feeder(assignment, transport, inject=self._inject) if assignment.is_first else None
         self._arrivals: dict[int, Arrivals] = {}
+        # An honest pipeline has at most the first stage's micro-batches in flight, or the feeder's evaluation window.
+        self._most_waiting = assignment.cluster.stages[0].max_in_flight + EVALUATION_WINDOW * len(assignment.cluster.stages)
         self._gradients: dict[int, dict[int, dict[int, Tensor]]] = {}
         self._work: asyncio.Queue[schedules.Computation] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
@@ -154,6 +156,8 @@ class StageDriver:
     def _take_values(self, message: m.Activation, buffers: Sequence[Buffer]) -> None:
         expected = self._program.receives.get(message.source_stage, ())
         named = self._tensors(message.values, buffers[1:] if message.rng else buffers, expected)
+        if len(self._arrivals) > self._most_waiting:
+            raise MalformedMessageError(f"stage {message.source_stage} sends more micro-batches than may be in flight")
         arrivals = self._arrivals.setdefault(message.micro_batch.number, Arrivals())
         arrivals.values.update(named)
         if message.rng:

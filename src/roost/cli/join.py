@@ -12,10 +12,11 @@ from rich.console import Console
 
 from roost.cli.lifetime import run_until_stopped
 from roost.config import AgentConfig, TransportConfig, format_bytes
-from roost.errors import CredentialsError
+from roost.errors import CredentialsError, ForbiddenError
 from roost.transport.addresses import host_towards
 from roost.transport.enrolment_client import Enrolment, enrol
 from roost.transport.grpc_transport import GrpcTransport
+from roost.types import Role
 
 ENROL_S = 20.0
 
@@ -41,6 +42,11 @@ async def _serve(config: AgentConfig, *, address: str, token: str) -> None:
         enrolment = await enrol(address, token, name=config.node_id, state_dir=directory, deadline_s=ENROL_S)
     else:
         enrolment = _known(directory, address)
+    if enrolment.credentials.role is not Role.NODE:
+        raise ForbiddenError(
+            f"the token made {enrolment.credentials.peer_id} a {enrolment.credentials.role}, not a node",
+            hint="Join with a node token ('roost token --role node') and another --name.",
+        )
     # Only now, so that a wrong token is told at once: importing torch takes seconds.
     from roost.agent.service import Agent, profile_node
 

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from roost.config import NodeOptions, parse_bytes, require
-from roost.errors import CredentialsError, DeadlineError, RoostError, StageFailedError
+from roost.errors import CredentialsError, DeadlineError, ForbiddenError, RoostError, StageFailedError
 from roost.transport.addresses import host_towards
 from roost.transport.enrolment_client import Enrolment, enrol
 from roost.transport.grpc_transport import GrpcTransport
 from roost.transport.interface import Transport
-from roost.types import Peer
+from roost.types import Peer, Role
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,8 @@ class RemotePool:
                 enrolment = Enrolment.load(directory)
             except CredentialsError as error:
                 raise CredentialsError(f"this machine has not enrolled with {self.address}: {error.message}") from error
+        if enrolment.credentials.role is not Role.REQUESTER:
+            raise ForbiddenError(f"the token made this machine a {enrolment.credentials.role}, not a requester")
         transport = GrpcTransport(enrolment.credentials, host=host_towards(enrolment.coordinator.address))
         yield Membership(transport=transport, coordinator=enrolment.coordinator, wait_nodes=self.nodes)
 
@@ -240,7 +242,9 @@ def requester_dir(address: str) -> Path:
 def _requester_name(directory: Path) -> str:
     """Return the name this requester had before, or a new one: nobody is refused for a name that was made for him."""
     with contextlib.suppress(CredentialsError):
-        return Enrolment.load(directory).credentials.peer_id
+        known = Enrolment.load(directory).credentials
+        if known.role is Role.REQUESTER:
+            return known.peer_id
     try:
         user = getpass.getuser()
     except (KeyError, OSError):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from roost import messages as m
 from roost.agent.ring_driver import RingDriver
+from roost.errors import MalformedMessageError
 from roost.transport.inproc import InprocNetwork, InprocTransport
 from roost.transport.interface import Buffer, Sender
 from roost.types import Peer, Role, SegmentPlan
@@ -56,7 +57,7 @@ class Member:
 
 
 @contextlib.asynccontextmanager
-async def running(members: dict[str, Member], segments: list[SegmentPlan]) -> AsyncIterator[None]:
+async def running(members: dict[str, Member], segments: list[SegmentPlan], *, drive: bool = True) -> AsyncIterator[None]:
     network = InprocNetwork()
     transports = {name: InprocTransport(name, Role.NODE, network) for name in members}
     for name, transport in transports.items():
@@ -76,7 +77,8 @@ async def running(members: dict[str, Member], segments: list[SegmentPlan]) -> As
                 apply=member.apply,
             )
             member.rings[segment.index] = driver
-            tasks.append(asyncio.create_task(driver.run()))
+            if drive:
+                tasks.append(asyncio.create_task(driver.run()))
     try:
         yield
     finally:
@@ -171,3 +173,38 @@ def test_chunks_from_anybody_but_the_previous_member_are_refused() -> None:
                 members["a"].rings[0].opened("e", m.OpenRound(job_id="job", segment=0, round=1))
 
     asyncio.run(scenario())
+
+
+def test_a_flood_of_chunks_of_later_rounds_is_refused() -> None:
+    members, _ = two_clusters((1, 1))
+
+    async def scenario() -> None:
+        async with running(members, SEGMENTS, drive=False):
+            ring = members["a"].rings[0]
+            with pytest.raises(MalformedMessageError, match="more rounds"):
+                for number in range(1, 100):
+                    ring.chunk_arrived(
+                        "c", m.RingChunk(job_id="job", segment=0, round=number, step=0, chunk=1, weight=1.0, dtype="float32"), bytearray(12)
+                    )
+            with pytest.raises(MalformedMessageError, match="larger than"):
+                members["b"].rings[2].chunk_arrived(
+                    "d", m.RingChunk(job_id="job", segment=2, round=1, step=0, chunk=1, weight=1.0, dtype="float32"), bytearray(10**6)
+                )
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_of_the_wrong_size_never_becomes_part_of_an_average() -> None:
+    members, models = two_clusters((1, 1))
+
+    async def scenario() -> None:
+        async with running(members, SEGMENTS, drive=False), asyncio.timeout(20):
+            ring = members["b"].rings[2]
+            ring.chunk_arrived(
+                "d", m.RingChunk(job_id="job", segment=2, round=1, step=0, chunk=1, weight=1.0, dtype="float32"), bytearray(4)
+            )
+            with pytest.raises(MalformedMessageError):
+                await ring.run()
+
+    asyncio.run(scenario())
+    assert torch.equal(members["b"].tensors["p2"], models[0]["p2"])
