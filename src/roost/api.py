@@ -174,6 +174,7 @@ def prepare(job: Job, *, resume: str | Path | None = None) -> JobPackage:
         profile=model_profile,
         training=training,
         validation=validation,
+        has_metric=job.metric is not None,
         directory=Path(job.checkpoint_dir) / config.job_id,
         resume=checkpoint is not None,
     )

@@ -1,25 +1,16 @@
-"""Every message of the wire protocol, and the strict codec for them. Standard library only.
+"""Every message of the wire protocol. Standard library only.
 
-A message is a frozen dataclass that is sent as JSON, with tensors beside it as raw buffers. Decoding checks the type of
-every field against its annotation: no unknown field, no missing field, no number that is not finite. Each message says
+A message is a frozen dataclass that is sent as JSON (codec.py), with tensors beside it as raw buffers. Each message says
 which roles may send it; the transport refuses it from anybody else.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import math
-import types as python_types
-import typing
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from roost.config import JobConfig
-from roost.errors import MalformedMessageError, RoostError
 from roost.types import (
     EpochResult,
     EvaluationResult,
@@ -36,8 +27,6 @@ from roost.types import (
 )
 
 PROTOCOL_VERSION = 1
-MAX_STRING = 1 << 16
-MAX_ITEMS = 1 << 20
 
 _NODE = frozenset({Role.NODE})
 _REQUESTER = frozenset({Role.REQUESTER})
@@ -487,161 +476,3 @@ class Ping(Message):
     """Answered with Done; carries one buffer when bandwidth is measured."""
 
     senders = frozenset({Role.NODE, Role.REQUESTER})
-
-
-# ---------------------------------------------------------------- codec
-
-
-def _message_types() -> dict[str, type[Message]]:
-    return {kind.__name__: kind for kind in Message.__subclasses__()}
-
-
-def encode(message: Message) -> bytes:
-    """Return the JSON of `message`: {"type": ..., "body": ...}. Raises ValueError for a number that is not finite."""
-    body = {"type": type(message).__name__, "body": _to_json(message)}
-    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _to_json(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {item.name: _to_json(getattr(value, item.name)) for item in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [_to_json(item) for item in value]
-    return value
-
-
-def decode(data: bytes) -> Message:
-    """Return the message in `data`. Raises MalformedMessageError for anything that is not exactly one."""
-    try:
-        raw = json.loads(data, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise MalformedMessageError(f"a message is not JSON: {error}") from error
-    if not isinstance(raw, dict) or raw.keys() != {"type", "body"}:
-        raise MalformedMessageError("a message must have exactly a type and a body")
-    kind = _message_types().get(raw["type"]) if isinstance(raw["type"], str) else None
-    if kind is None:
-        raise MalformedMessageError(f"unknown message type {str(raw['type'])[:80]!r}")
-    message = decode_record(kind, raw["body"])
-    assert isinstance(message, Message)
-    return message
-
-
-def decode_record(kind: type, raw: object) -> Any:
-    """Return a record of dataclass `kind` from parsed JSON. Raises MalformedMessageError."""
-    try:
-        return _decoder(kind)(raw, kind.__name__)
-    except MalformedMessageError:
-        raise
-    except (RoostError, RecursionError, OverflowError) as error:
-        what = error.message if isinstance(error, RoostError) else str(error)
-        raise MalformedMessageError(f"{kind.__name__}: {what}") from error
-
-
-def encode_record(record: Any) -> Any:
-    """Return a dataclass record as JSON-ready dicts, lists and scalars."""
-    return _to_json(record)
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not allowed")
-
-
-Decoder = Callable[[object, str], Any]
-
-
-@cache
-def _decoder(annotation: Any) -> Decoder:
-    """Return a function that checks a parsed JSON value against a type annotation and converts it."""
-    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
-        return _dataclass_decoder(annotation)
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, python_types.UnionType):
-        return _union_decoder(arguments)
-    if origin is tuple:
-        return _tuple_decoder(arguments)
-    if isinstance(annotation, type) and issubclass(annotation, StrEnum):
-        return _enum_decoder(annotation)
-    return _scalar_decoder(annotation)
-
-
-def _dataclass_decoder(kind: type) -> Decoder:
-    hints = typing.get_type_hints(kind)
-    names = [item.name for item in dataclasses.fields(kind)]
-    expected = set(names)
-
-    def decode_dataclass(raw: object, path: str) -> Any:
-        if not isinstance(raw, dict) or raw.keys() != expected:
-            raise MalformedMessageError(f"{path}: expected exactly the fields {sorted(expected)}")
-        fields = {name: _decoder(hints[name])(raw[name], f"{path}.{name}") for name in names}
-        return kind(**fields)
-
-    return decode_dataclass
-
-
-def _tuple_decoder(arguments: tuple[Any, ...]) -> Decoder:
-    if len(arguments) == 2 and arguments[1] is Ellipsis:
-        item = _decoder(arguments[0])
-
-        def decode_items(raw: object, path: str) -> tuple[Any, ...]:
-            if not isinstance(raw, list) or len(raw) > MAX_ITEMS:
-                raise MalformedMessageError(f"{path}: expected a list of at most {MAX_ITEMS} items")
-            return tuple(item(value, path) for value in raw)
-
-        return decode_items
-    parts = [_decoder(argument) for argument in arguments]
-
-    def decode_fixed(raw: object, path: str) -> tuple[Any, ...]:
-        if not isinstance(raw, list) or len(raw) != len(parts):
-            raise MalformedMessageError(f"{path}: expected a list of {len(parts)} items")
-        return tuple(part(value, path) for part, value in zip(parts, raw, strict=True))
-
-    return decode_fixed
-
-
-def _union_decoder(arguments: tuple[Any, ...]) -> Decoder:
-    options = [_decoder(argument) for argument in arguments]
-
-    def decode_union(raw: object, path: str) -> Any:
-        reason: MalformedMessageError | None = None
-        for option in options:
-            try:
-                return option(raw, path)
-            except MalformedMessageError as error:
-                reason = error
-        assert reason is not None
-        raise reason
-
-    return decode_union
-
-
-def _enum_decoder(kind: type[StrEnum]) -> Decoder:
-    members = {member.value: member for member in kind}
-
-    def decode_enum(raw: object, path: str) -> StrEnum:
-        if not isinstance(raw, str) or raw not in members:
-            raise MalformedMessageError(f"{path}: expected one of {sorted(members)}")
-        return members[raw]
-
-    return decode_enum
-
-
-def _scalar_decoder(annotation: Any) -> Decoder:
-    def decode_scalar(raw: object, path: str) -> Any:
-        if annotation is float and type(raw) in (int, float):
-            number = float(typing.cast(float, raw))
-            if math.isfinite(number):
-                return number
-        elif annotation is str and isinstance(raw, str):
-            if len(raw) <= MAX_STRING:
-                return raw
-        elif annotation is int and type(raw) is int:
-            if -(2**63) <= raw < 2**63:
-                return raw
-        elif annotation is bool and isinstance(raw, bool):
-            return raw
-        elif annotation in (None, type(None)) and raw is None:
-            return None
-        wanted = getattr(annotation, "__name__", str(annotation))
-        raise MalformedMessageError(f"{path}: {str(raw)[:40]!r} is not a valid {wanted}")
-
-    return decode_scalar

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "roost"
-RECORDS = {"types", "messages", "errors", "config"}
+RECORDS = {"types", "messages", "codec", "errors", "config"}
 PARTS = {"capture", "planning", "protocol", "pipeline", "averaging", "checkpoint", "metrics", "transport"}
 """Folders that import records only, never each other."""
 EDGES = {"api", "coordinator", "agent", "requester", "dashboard", "demo"}

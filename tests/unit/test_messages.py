@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roost import messages as m
+from roost.codec import MAX_STRING, decode, decode_record, encode, encode_record
 from roost.config import JobConfig, NamedArguments
 from roost.errors import MalformedMessageError
 from roost.types import MicroBatch, Peer, Role, TensorSpec
@@ -41,17 +42,17 @@ def test_every_message_is_keyword_only_and_frozen(kind: type[m.Message]) -> None
 
 
 def test_a_message_comes_back_as_it_was_sent() -> None:
-    assert m.decode(m.encode(ACTIVATION)) == ACTIVATION
+    assert decode(encode(ACTIVATION)) == ACTIVATION
 
 
 def test_optional_and_nested_records_come_back() -> None:
     config = JobConfig(job_id="j", optimizer=NamedArguments(name="AdamW", arguments=(("lr", 0.5), ("betas", (0.9, 0.99)))), samples=3)
-    again = m.decode_record(JobConfig, json.loads(json.dumps(m.encode_record(config))))
+    again = decode_record(JobConfig, json.loads(json.dumps(encode_record(config))))
     assert again == config
 
 
 def changed(path: list[str | int], value: Any) -> bytes:
-    raw = json.loads(m.encode(ACTIVATION))
+    raw = json.loads(encode(ACTIVATION))
     target = raw
     for key in path[:-1]:
         target = target[key]
@@ -78,7 +79,7 @@ def changed(path: list[str | int], value: Any) -> bytes:
         changed(["body", "rng"], 1),
         changed(["body", "rng"], None),
         changed(["body", "job_id"], 7),
-        changed(["body", "job_id"], "x" * (m.MAX_STRING + 1)),
+        changed(["body", "job_id"], "x" * (MAX_STRING + 1)),
         changed(["body", "source_stage"], 1.5),
         changed(["body", "source_stage"], True),
         changed(["body", "source_stage"], 2**70),
@@ -95,19 +96,19 @@ def changed(path: list[str | int], value: Any) -> bytes:
 )
 def test_what_is_not_exactly_a_message_is_refused(data: bytes) -> None:
     with pytest.raises(MalformedMessageError):
-        m.decode(data)
+        decode(data)
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_that_are_not_finite_are_refused(number: str) -> None:
     data = b'{"type":"Registered","body":{"heartbeat_s":' + number.encode() + b"}}"
     with pytest.raises(MalformedMessageError):
-        m.decode(data)
+        decode(data)
 
 
 def test_a_message_with_a_number_that_is_not_finite_is_not_sent() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        m.encode(m.Registered(heartbeat_s=float("nan")))
+        encode(m.Registered(heartbeat_s=float("nan")))
 
 
 json_values = st.recursive(
@@ -122,10 +123,10 @@ json_values = st.recursive(
 def test_any_json_is_a_message_or_refused(kind: type[m.Message], body: Any) -> None:
     data = json.dumps({"type": kind.__name__, "body": body}).encode()
     try:
-        message = m.decode(data)
+        message = decode(data)
     except MalformedMessageError:
         return
-    assert m.decode(m.encode(message)) == message
+    assert decode(encode(message)) == message
 
 
 @settings(max_examples=200, deadline=None)
@@ -133,11 +134,11 @@ def test_any_json_is_a_message_or_refused(kind: type[m.Message], body: Any) -> N
 def test_right_fields_with_wrong_values_are_a_message_or_refused(kind: type[m.Message], data: st.DataObject) -> None:
     body = {name: data.draw(json_values) for name in typing.get_type_hints(kind) if name != "senders"}
     try:
-        m.decode(json.dumps({"type": kind.__name__, "body": body}).encode())
+        decode(json.dumps({"type": kind.__name__, "body": body}).encode())
     except MalformedMessageError:
         return
 
 
 def test_peers_are_records() -> None:
     with pytest.raises(MalformedMessageError, match="expected exactly the fields"):
-        m.decode_record(Peer, {"peer_id": "a"})
+        decode_record(Peer, {"peer_id": "a"})

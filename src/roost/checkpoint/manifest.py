@@ -8,9 +8,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from roost.codec import decode_record, encode_record
 from roost.config import JobConfig
 from roost.errors import CheckpointDamagedError, CheckpointMismatchError, MalformedMessageError
-from roost.messages import decode_record, encode_record
 from roost.types import Plan, TensorSpec
 
 FORMAT_VERSION = 1

@@ -14,7 +14,7 @@ from roost.cli.lifetime import run_until_stopped
 from roost.config import AgentConfig, TransportConfig, format_bytes
 from roost.errors import CredentialsError, ForbiddenError
 from roost.transport.addresses import host_towards
-from roost.transport.enrolment_client import Enrolment, enrol
+from roost.transport.enrolment_client import Enrolment, enrol_once
 from roost.transport.grpc_transport import GrpcTransport
 from roost.types import Role
 
@@ -39,7 +39,7 @@ def run(config: AgentConfig, *, address: str, token: str, exit_with_parent: bool
 async def _serve(config: AgentConfig, *, address: str, token: str) -> None:
     directory = Path(config.state_dir)
     if token:
-        enrolment = await enrol(address, token, name=config.node_id, state_dir=directory, deadline_s=ENROL_S)
+        enrolment = await enrol_once(address, token, name=config.node_id, state_dir=directory, deadline_s=ENROL_S)
     else:
         enrolment = _known(directory, address)
     if enrolment.credentials.role is not Role.NODE:

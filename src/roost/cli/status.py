@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from roost import messages as m
+from roost.codec import encode_record
 from roost.config import format_bytes
 from roost.errors import MalformedMessageError
 from roost.requester.pools import RemotePool
@@ -32,7 +33,7 @@ def show(address: str, *, token: str, json_output: bool) -> None:
     """Print the status. Raises CredentialsError if this machine has not enrolled as a requester."""
     status = asyncio.run(_ask(address, token))
     if json_output:
-        print(json.dumps(m.encode_record(status)))
+        print(json.dumps(encode_record(status)))
         return
     console = Console(highlight=False)
     console.print(_nodes_table(status))
@@ -43,8 +44,8 @@ def show(address: str, *, token: str, json_output: bool) -> None:
     for stage in sorted(status.metrics, key=lambda metrics: (metrics.cluster, metrics.stage)):
         loss = f", loss {stage.loss_sum / stage.loss_samples:.4f}" if stage.loss_samples else ""
         console.print(
-            f"  cluster {stage.cluster} stage {stage.stage} on {stage.node_id}: {stage.updates} updates, {stage.samples} samples, "
-            f"staleness max {stage.staleness_max}, {format_bytes(stage.bytes_sent)} sent, {stage.rounds} rounds{loss}",
+            f"  {stage.cluster}.{stage.stage} {stage.node_id}: {stage.updates} updates, {stage.samples} samples, "
+            f"staleness <= {stage.staleness_max}, {format_bytes(stage.bytes_sent)} sent, {stage.rounds} rounds{loss}",
             soft_wrap=True,
         )
 

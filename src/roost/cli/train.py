@@ -14,7 +14,7 @@ from roost.cli.display import RunDisplay, print_result
 from roost.cli.lifetime import stop_on_sigterm
 from roost.config import require
 from roost.errors import RoostError, ScriptError
-from roost.requester.pools import Pool, RemotePool, local
+from roost.requester.pools import LocalPool, Pool, RemotePool, local
 from roost.requester.run import Run
 
 
@@ -37,6 +37,7 @@ def run_script(script: Path, arguments: list[str], pool: Pool | None, *, wait_s:
         raise ScriptError(f"there is no file {script}", hint="Give the path of a Python file that calls roost.train(job).")
     require(wait_s > 0, f"wait must be positive, not {wait_s}")
     console = Console(highlight=False)
+    _announce(console, pool, wait_s)
     display = RunDisplay(console)
     defaults = Defaults(pool=pool, observer=display, wait_s=wait_s)
     DEFAULTS.set(defaults)
@@ -56,14 +57,22 @@ def run_script(script: Path, arguments: list[str], pool: Pool | None, *, wait_s:
         print_result(console, run, model_line="model = ...  # built as in your script")
 
 
+def _announce(console: Console, pool: Pool | None, wait_s: float) -> None:
+    if isinstance(pool, RemotePool):
+        console.print(f"pool {pool.address}: the job waits up to {wait_s:.0f} s for {pool.nodes} node(s) to join", soft_wrap=True)
+    elif isinstance(pool, LocalPool):
+        console.print(f"pool: {pool.size} node(s), started on this machine")
+
+
 def _execute(script: Path, defaults: Defaults) -> None:
     try:
         runpy.run_path(str(script), run_name="__main__")
     except RoostError:
         raise
     except KeyboardInterrupt:
-        # Ctrl+C anywhere in the script after it began to train means the same as in wait(); before that there is nothing to save.
-        if not defaults.runs:
+        # Ctrl+C anywhere in the script after it began to train means the same as in wait(). Before that there is nothing to
+        # save, and a second one gives up.
+        if not defaults.runs or any(run.stopping for run in defaults.runs):
             raise
         for run in defaults.runs:
             run.stop()

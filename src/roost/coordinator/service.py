@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from roost.errors import (
     MalformedMessageError,
     NodeLostError,
     RequesterLostError,
+    StageFailedError,
     VersionMismatchError,
 )
 from roost.protocol import membership
@@ -27,6 +29,9 @@ from roost.transport.interface import Buffer, Sender, Transport
 from roost.types import NodeProfile
 
 logger = logging.getLogger(__name__)
+
+CLOSE_S = 3.0
+"""How long a coordinator that is stopped waits for nodes and requester to hear of it."""
 
 
 @dataclass(kw_only=True)
@@ -61,9 +66,19 @@ class Coordinator:
             await self._expire(time.monotonic())
 
     async def close(self) -> None:
-        """End what the running job still has under way."""
-        if self._job is not None:
-            await self._job.close()
+        """End the running job, telling its requester and its nodes, and the wait for nodes of one that was submitted."""
+        if self._submission is not None:
+            await self._withdraw(self._submission)
+        job = self._job
+        if job is None:
+            return
+        if not job.lifecycle.ended:
+            hint = "Start it again, then the job with resume= and its last checkpoint."
+            job.fail(StageFailedError("the coordinator was stopped", hint=hint))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await job.ended.wait()
+        await job.close()
 
     # ------------------------------------------------------------ messages
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roost.codec import decode_record, encode_record
 from roost.config import JobConfig
 from roost.errors import ForbiddenError, InvalidConfigError, TokenExpiredError, TokenRejectedError, VersionMismatchError
-from roost.messages import Failed, JobState, decode_record, encode_record
+from roost.messages import Failed, JobState
 from roost.types import EpochResult, Plan, Role
 
 SCHEMA_VERSION = 1

@@ -18,14 +18,14 @@ import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
 from roost.config import NodeOptions, parse_bytes, require
 from roost.errors import CredentialsError, DeadlineError, ForbiddenError, RoostError, StageFailedError
 from roost.transport.addresses import host_towards
-from roost.transport.enrolment_client import Enrolment, enrol
+from roost.transport.enrolment_client import Enrolment, enrol, enrol_once
 from roost.transport.grpc_transport import GrpcTransport
 from roost.transport.interface import Transport
 from roost.types import Peer, Role
@@ -64,7 +64,7 @@ class RemotePool:
     address: str
     """host:port that `roost coordinator` printed."""
     token: str = ""
-    """A one-time requester token; not needed again once this machine has enrolled."""
+    """A one-time requester token; not needed again, though it may still be given, once this machine has enrolled."""
     nodes: int = 1
     """Nodes to wait for."""
     state_dir: str = ""
@@ -79,7 +79,8 @@ class RemotePool:
         """Enrol with the token, or use the certificate of an earlier enrolment. Raises SecurityError."""
         directory = Path(self.state_dir) if self.state_dir else requester_dir(self.address)
         if self.token:
-            enrolment = await enrol(self.address, self.token, name=_requester_name(directory), state_dir=directory, deadline_s=ENROL_S)
+            name = _requester_name(directory)
+            enrolment = await enrol_once(self.address, self.token, name=name, state_dir=directory, deadline_s=ENROL_S)
         else:
             try:
                 enrolment = Enrolment.load(directory)
@@ -227,11 +228,22 @@ def local(nodes: int | Sequence[NodeOptions | dict[str, object]] = 2, *, state_d
     if isinstance(nodes, int):
         require(1 <= nodes <= 256, f"a local pool has 1 to 256 nodes, not {nodes}")
         return LocalPool([NodeOptions() for _ in range(nodes)], state_dir=state_dir)
+    require(isinstance(nodes, Sequence) and not isinstance(nodes, str), "nodes must be a number or a list of NodeOptions")
     require(len(nodes) > 0, "a local pool needs at least one node")
-    options = [node if isinstance(node, NodeOptions) else NodeOptions(**node) for node in nodes]  # type: ignore[arg-type]
+    options = [_options(node) for node in nodes]
     names = [option.name or f"node-{index + 1}" for index, option in enumerate(options)]
     require(len(set(names)) == len(names), f"two nodes of the local pool have the same name: {sorted(names)}")
     return LocalPool(options, state_dir=state_dir)
+
+
+def _options(node: NodeOptions | dict[str, object]) -> NodeOptions:
+    if isinstance(node, NodeOptions):
+        return node
+    require(isinstance(node, dict), f"a node must be a NodeOptions or a dict of its fields, not {node!r}")
+    known = {field.name for field in fields(NodeOptions)}
+    unknown = sorted(set(node) - known)
+    require(not unknown, f"a node has no field {unknown[:1]}; there are {sorted(known)}")
+    return NodeOptions(**node)  # type: ignore[arg-type]
 
 
 def requester_dir(address: str) -> Path:

@@ -10,7 +10,7 @@ import secrets
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from roost import messages as m
 from roost.checkpoint.manifest import CheckpointContents
 from roost.checkpoint.reader import load
 from roost.checkpoint.writer import CheckpointWriter
+from roost.codec import encode_record
 from roost.config import JobConfig
 from roost.errors import (
     CheckpointError,
@@ -31,7 +32,7 @@ from roost.errors import (
     TransportError,
     error_from_code,
 )
-from roost.messages import JobState, encode_record
+from roost.messages import JobState
 from roost.metrics.events import JsonLines
 from roost.metrics.rates import ClusterProgress, RateMeter
 from roost.pipeline.tensor_bytes import spec_of
@@ -83,6 +84,7 @@ class JobPackage:
     profile: ModelProfile
     training: SampleSource
     validation: SampleSource | None
+    has_metric: bool
     directory: Path
     resume: bool
 
@@ -210,6 +212,11 @@ class Run:
     def join(self) -> None:
         """Wait until nothing of this run is running any more, whatever became of it; raises nothing."""
         self._ended.wait()
+
+    @property
+    def stopping(self) -> bool:
+        """True if stop() was called, or Ctrl+C during wait()."""
+        return self._stop_requested.is_set()
 
     @property
     def stopped(self) -> bool:
@@ -379,6 +386,9 @@ class Run:
             logger.info("cancel_not_taken job=%s error=%s", self.job_id, error.message)
 
     def _take_update(self, update: m.JobUpdate) -> None:
+        if not self._package.has_metric:
+            # The coordinator adds up what the nodes report, and without a metric they report zero.
+            update = replace(update, history=tuple(replace(result, metric=None) for result in update.history))
         self._update = update
         self._progress = self._meter.progress(update.metrics, update.elapsed_s)
         # First what the run itself needs: an observer may raise.

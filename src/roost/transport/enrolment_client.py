@@ -14,9 +14,9 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 
+from roost.codec import decode_record, encode_record
 from roost.config import check_identifier
 from roost.errors import CredentialsError, DeadlineError, FingerprintError, MalformedMessageError, PeerUnreachableError
-from roost.messages import decode_record, encode_record
 from roost.transport.credentials import (
     Credentials,
     create_csr,
@@ -42,6 +42,7 @@ from roost.transport.enrolment_wire import (
 from roost.types import Peer
 
 COORDINATOR_FILE = "coordinator.json"
+TOKEN_FILE = "token.sha256"
 ANY_HOST = ("", "0.0.0.0", "[::]", "::")
 CUT_SHORT_HINT = (
     "The token may be used up. Get a fresh one with 'roost token' and join again with the same name and state directory: "
@@ -103,6 +104,20 @@ async def enrol(address: str, token: str, *, name: str, state_dir: Path, deadlin
         raise MalformedMessageError(f"the coordinator at {address} sent an empty answer")
     enrolment = _accept(answer.grant, key_pem, host)
     enrolment.save(state_dir)
+    return enrolment
+
+
+async def enrol_once(address: str, token: str, *, name: str, state_dir: Path, deadline_s: float) -> Enrolment:
+    """Do what `enrol` does, unless `state_dir` has enrolled with this very token before: then return what was kept.
+
+    So a command line with a token in it can be run again. Raises what `enrol` and `Enrolment.load` do.
+    """
+    used = state_dir / TOKEN_FILE
+    digest = hashlib.sha256(token.encode(errors="replace")).hexdigest().encode()
+    if used.exists() and hmac.compare_digest(read_file(used), digest):
+        return Enrolment.load(state_dir)
+    enrolment = await enrol(address, token, name=name, state_dir=state_dir, deadline_s=deadline_s)
+    write_private(used, digest)
     return enrolment
 
 

@@ -12,8 +12,9 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from roost.codec import decode_record, encode_record
 from roost.errors import MalformedMessageError, MessageTooLargeError, TokenRejectedError, VersionMismatchError
-from roost.messages import PROTOCOL_VERSION, Failed, decode_record, encode_record
+from roost.messages import PROTOCOL_VERSION, Failed
 from roost.types import Peer, Role
 
 MAGIC = b"RoEn"

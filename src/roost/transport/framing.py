@@ -10,9 +10,10 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from roost.codec import decode, encode
 from roost.config import TransportConfig
 from roost.errors import MalformedMessageError, MessageTooLargeError
-from roost.messages import Message, decode, encode
+from roost.messages import Message
 from roost.transport.interface import Buffer, ReceivedBuffer
 
 PREFIX = struct.Struct("!II")

@@ -133,6 +133,43 @@ def test_ctrl_c_stops_the_run_with_a_checkpoint_and_the_command_ends_well(train:
     assert running() == []
 
 
+def test_a_second_ctrl_c_gives_up_a_run_that_cannot_finish(train: Train) -> None:
+    # The data never comes, so that the pipeline never drains.
+    lines = """
+        import threading
+
+        released = threading.Event()
+
+        class Stuck:
+            def __len__(self):
+                return 16
+
+            def __getitem__(self, index):
+                if threading.current_thread().name.startswith("roost-data"):
+                    released.wait(60)
+                return data[0][index], data[1][index]
+
+        def interrupt_twice(run):
+            main = threading.main_thread().ident
+            while run.metrics().state != "training":
+                threading.Event().wait(0.01)
+            signal.pthread_kill(main, signal.SIGINT)
+            while not run.stopped:
+                threading.Event().wait(0.01)
+            if not run.ended:
+                signal.pthread_kill(main, signal.SIGINT)
+            released.set()
+
+        import dataclasses
+        run = roost.train(dataclasses.replace(job, data=Stuck()))
+        threading.Thread(target=interrupt_twice, args=(run,)).start()
+        run.wait()
+    """
+    with pytest.raises(KeyboardInterrupt):
+        train(lines)
+    assert running() == []
+
+
 def test_ctrl_c_before_training_ends_the_script_as_usual(train: Train) -> None:
     with pytest.raises(KeyboardInterrupt):
         train("signal.raise_signal(signal.SIGINT)\nroost.train(job)")

@@ -31,7 +31,7 @@ from roost.errors import (
 from roost.messages import Done
 from roost.transport.authority import Authority, EnrolmentIdentity, open_authority, open_enrolment_identity
 from roost.transport.credentials import KEY_FILE
-from roost.transport.enrolment_client import COORDINATOR_FILE, Enrolment, enrol
+from roost.transport.enrolment_client import COORDINATOR_FILE, Enrolment, enrol, enrol_once
 from roost.transport.enrolment_wire import HEADER, MAGIC, MAX_ENROLMENT_BYTES, parse_token
 from roost.transport.grpc_transport import GrpcTransport
 from roost.types import Peer, Role
@@ -196,6 +196,26 @@ def test_a_token_is_not_shown_to_a_server_with_another_certificate(desk: Desk, t
                 with pytest.raises(FingerprintError, match="sha256:"):
                     await enrol(false.address, token, name="node-1", state_dir=tmp_path / "n", deadline_s=WAIT_S)
             assert (await desk.join("node-1", token)).credentials.peer_id == "node-1"
+
+    asyncio.run(scene())
+
+
+def test_a_command_line_with_its_token_works_again_where_it_worked_before(desk: Desk) -> None:
+    async def join(token: str, state: str) -> Enrolment:
+        directory = desk.directory / state
+        return await enrol_once(desk.address, token, name="node-1", state_dir=directory, deadline_s=WAIT_S)
+
+    async def scene() -> None:
+        async with desk.open():
+            token = desk.token()
+            first = await join(token, "here")
+            assert await join(token, "here") == first
+            with pytest.raises(TokenRejectedError, match="used before"):
+                await join(token, "elsewhere")
+            renewed = await join(desk.token(), "here")
+            assert renewed.credentials.certificate_pem != first.credentials.certificate_pem
+            with pytest.raises(TokenRejectedError, match="used before"):
+                await join(token, "here")
 
     asyncio.run(scene())
 

@@ -363,6 +363,31 @@ def test_a_node_that_cannot_build_its_stage_fails_the_job_and_the_pool_takes_ano
     asyncio.run(main())
 
 
+def test_a_coordinator_that_is_stopped_tells_the_requester_and_frees_the_nodes(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a"), profile("b")) as stage:
+            await running(stage)
+            await stage.coordinator.close()
+            failed = await stage.requester.until(m.JobState.FAILED)
+            assert failed.error is not None
+            assert failed.error.message == "the coordinator was stopped"
+            assert all(node.was_asked(m.EndJob) for node in stage.nodes.values())
+
+    asyncio.run(main())
+
+
+def test_a_coordinator_that_is_stopped_ends_the_wait_for_nodes(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path) as stage:
+            submitted = asyncio.create_task(stage.requester.submit())
+            await stage.requester.call(m.StatusRequest())
+            await stage.coordinator.close()
+            with pytest.raises(JobRefusedError, match="withdrawn"):
+                await submitted
+
+    asyncio.run(main())
+
+
 # ---------------------------------------------------------------- status
 
 

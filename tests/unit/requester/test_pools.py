@@ -32,7 +32,8 @@ def test_nodes_may_be_given_as_options_or_dicts() -> None:
         ([{"memory": "plenty"}], "size 'plenty'"),
         ([{"relative_speed": 0.0}], r"relative_speed must be in \(0, 1\]"),
         ([{"threads": 0}], "threads must be positive"),
-        ([{"speed": 1}], "speed"),
+        ([{"speed": 1}], r"no field \['speed'\]; there are \['extra', 'memory'"),
+        ([5], "not 5"),
         ("desk", "nodes must be"),
     ],
 )
@@ -56,24 +57,20 @@ def test_certificates_of_different_coordinators_are_kept_apart(monkeypatch: pyte
     assert {folder.parent for folder in folders} == {tmp_path / ".roost" / "requester"}
 
 
-async def heard(child: ChildProcess, failures: list[RoostError], arguments: list[str]) -> StageFailedError:
-    await child.start(arguments, {"HOME": "/nonexistent"})
-    with pytest.raises(StageFailedError) as caught:
-        await child.first_line()
-    while not failures:
-        await asyncio.sleep(0.01)
-    await child.stop()
-    return caught.value
-
-
 def test_a_process_that_ends_at_once_is_named_with_the_end_of_its_log(tmp_path: Path) -> None:
-    failures: list[RoostError] = []
-    child = ChildProcess("shed", tmp_path / "shed.log", failures.append)
-    error = asyncio.run(heard(child, failures, ["join", "127.0.0.1:1", "no-token", "--name", "shed"]))
-    assert "the shed process ended at once; its log ends with:" in error.message
-    assert "error [R401] this is not a join token" in error.message
-    assert len(failures) == 1
-    assert "the shed process ended (exit code 1)" in failures[0].message
+    async def main() -> None:
+        failed: asyncio.Future[RoostError] = asyncio.get_running_loop().create_future()
+        child = ChildProcess("shed", tmp_path / "shed.log", failed.set_result)
+        await child.start(["join", "127.0.0.1:1", "no-token", "--name", "shed"], {"HOME": str(tmp_path)})
+        with pytest.raises(StageFailedError, match="the shed process ended at once; its log ends with:"):
+            await child.first_line()
+        async with asyncio.timeout(30):
+            error = await failed
+        assert "the shed process ended (exit code 1)" in error.message
+        assert "error [R401] this is not a join token" in error.message
+        await child.stop()
+
+    asyncio.run(main())
 
 
 def test_a_local_pool_is_what_roost_local_returns() -> None:

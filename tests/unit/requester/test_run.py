@@ -65,6 +65,12 @@ def test_a_finished_run_has_plan_metrics_history_and_a_model_that_loads(tmp_path
     assert events[-1]["state"] == "done"
 
 
+def test_without_a_metric_there_is_none_in_the_history(tmp_path: Path) -> None:
+    run = roost.train(job(tmp_path, validation=samples(10)), one_node(tmp_path)).wait(WAIT_S)
+    assert [result.metric for result in run.metrics().history] == [None]
+    assert run.metrics().history[0].validation_loss is not None
+
+
 def test_the_model_of_the_job_is_not_changed_by_training(tmp_path: Path) -> None:
     training = job(tmp_path)
     before = {name: tensor.clone() for name, tensor in training.model.state_dict().items()}
@@ -170,6 +176,15 @@ def test_a_killed_node_ends_the_run_with_its_name(tmp_path: Path) -> None:
     error = failure(roost.train(training, pool, observer=observer))
     assert error.code == "R602"
     assert "b" in error.message.split()
+
+
+def test_a_coordinator_that_is_gone_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roost.requester.run.HEARTBEAT_S", 0.01)
+    pool = one_node(tmp_path)
+    observer = At(lambda metrics: metrics.samples > 0, lambda: pool.network.kill("coordinator"))
+    error = failure(roost.train(long_job(tmp_path), pool, observer=observer))
+    assert error.code == "R603"
+    assert "the coordinator inproc:coordinator has not answered 10 heartbeats in a row" in error.message
 
 
 def test_an_observer_that_raises_neither_hangs_nor_ends_the_run(tmp_path: Path) -> None:
