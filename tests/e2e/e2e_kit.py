@@ -11,7 +11,6 @@ import textwrap
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -21,6 +20,11 @@ import torch
 from torch import nn
 
 import roost
+from roost.cli.coordinator import DATABASE
+from roost.coordinator.enrolment import issue_join_token
+from roost.coordinator.store import Store
+from roost.transport.authority import open_enrolment_identity
+from roost.types import Role
 
 MARK = "ROOST_E2E_MARK"
 """Environment variable by which the processes of a test, their children included, are told from all others."""
@@ -207,9 +211,10 @@ class Machine:
         assert lines == [], f"still running: {lines}"
 
 
-def child(command_line: str) -> Callable[[psutil.Process], bool]:
-    """Return a test for processes whose arguments have this word."""
-    return lambda process: command_line in process.cmdline()
+def fresh_token(state: Path, role: str, *, ttl_s: float = 60.0) -> str:
+    """Return a token of the coordinator with this state directory: what `roost token` prints, without starting it."""
+    with Store(state / DATABASE) as store:
+        return issue_join_token(store, open_enrolment_identity(state), Role(role), now=time.time(), ttl_s=ttl_s)
 
 
 def refused(result: Finished, code: str, *reasons: str) -> None:

@@ -7,10 +7,11 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from e2e_kit import START_S, Command, Machine, refused, small_job, small_model
+from e2e_kit import START_S, Command, Machine, fresh_token, refused, small_job, small_model
 from safetensors.torch import load_file
 from torch import nn
 
@@ -24,7 +25,7 @@ from roost.types import ModelProfile, NodeProfile, Plan
 NAMES = ("desk", "shed")
 
 
-def deep_job(checkpoints: Path, **fields: object) -> roost.Job:
+def deep_job(checkpoints: Path, **fields: Any) -> roost.Job:
     """Return a job whose model needs both nodes, as two stages."""
     torch.manual_seed(0)
     layers = [nn.Linear(8, 64), *(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 3)]
@@ -50,16 +51,10 @@ class Network:
         """Start a node."""
         self.nodes[name] = self.machine.start("join", self.address, token, "--name", name, "--memory", memory)
 
-    def token(self, role: str, *options: object) -> str:
-        """Return a fresh token from `roost token`."""
-        result = self.machine.run("token", "--role", role, "--state-dir", self.state, *options)
-        assert result.code == 0, result.err
-        return result.out.strip()
-
     def pool(self, directory: Path, *, nodes: int = 2) -> RemotePool:
         """Return the pool for a requester in this process that has enrolled into `directory`, enrolling it first if need be."""
-        enrolled = (directory / "coordinator.json").exists()
-        return RemotePool(address=self.address, token="" if enrolled else self.token("requester"), nodes=nodes, state_dir=str(directory))
+        token = "" if (directory / "coordinator.json").exists() else fresh_token(self.state, "requester")
+        return RemotePool(address=self.address, token=token, nodes=nodes, state_dir=str(directory))
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +131,9 @@ def test_a_script_trains_on_two_machines_that_joined(network: Network, machine: 
 
 
 def test_a_fresh_token_lets_another_requester_train_on_two_stages(network: Network, tmp_path: Path) -> None:
-    pool = network.pool(tmp_path / "requester")
+    printed = network.machine.run("token", "--role", "requester", "--state-dir", network.state)
+    assert printed.code == 0, printed.err
+    pool = RemotePool(address=network.address, token=printed.out.strip(), nodes=2, state_dir=str(tmp_path / "requester"))
     run = roost.train(deep_job(tmp_path / "checkpoints", samples=40, epochs=2), pool).wait(START_S)
     assert run.plan is not None
     assert [len(cluster.stages) for cluster in run.plan.clusters] == [2]
@@ -170,8 +167,8 @@ def test_a_second_job_is_refused_while_one_runs_and_taken_afterwards(network: Ne
 
 
 def test_a_model_that_is_too_large_for_the_pool_is_refused_with_the_bytes_that_are_missing(network: Network, tmp_path: Path) -> None:
-    job = deep_job(tmp_path / "checkpoints", min_clusters=1)
-    job = small_job(tmp_path / "checkpoints", model=nn.Sequential(*job.model[:-1], *(nn.Linear(64, 64) for _ in range(9)), job.model[-1]))
+    model = nn.Sequential(nn.Linear(8, 64), *(nn.Linear(64, 64) for _ in range(15)), nn.Linear(64, 3))
+    job = small_job(tmp_path / "checkpoints", model=model)
     with pytest.raises(RoostError, match=r"2 nodes with .* together cannot hold one cluster.* \([0-9]+ bytes\) short") as caught:
         roost.train(job, network.pool(tmp_path / "requester"))
     assert caught.value.code == "R301"

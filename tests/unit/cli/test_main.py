@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from roost.cli import main as command_line
 from roost.cli.coordinator import DATABASE, print_token
@@ -27,7 +28,7 @@ def roost(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["roost", *map(str, arguments)])
         # A console keeps the stream that was there when it was made.
-        monkeypatch.setattr(command_line, "errors", command_line.Console(stderr=True, highlight=False, width=80))
+        monkeypatch.setattr(command_line, "errors", Console(stderr=True, highlight=False, width=80))
         code = 0
         try:
             command_line.main()
@@ -113,7 +114,7 @@ def test_a_script_is_run_as_plain_python_would(roost: Roost, tmp_path: Path) -> 
     script.write_text("import sys, neighbour_of_script as n\nprint(__name__, n.NAME, sys.argv[1:])\nsys.exit(3)\n")
     code, out, _ = roost("train", script, "--local", 1, "--epochs", 5, "fast")
     assert code == 3
-    assert out.strip() == "__main__ neighbour ['--epochs', '5', 'fast']"
+    assert out.splitlines()[-1] == "__main__ neighbour ['--epochs', '5', 'fast']"
 
 
 def test_training_a_job_without_a_pool_says_how_to_name_one(roost: Roost, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def profile(name: str, *, memory: int = 100 * MB, speed: float = 1e9) -> NodePro
 
 
 def config(job_id: str = "job", **fields: int) -> JobConfig:
-    settings = {"batch_size": 4, "micro_batch_size": 4, "samples": 22, "epochs": 1, **fields}
+    settings: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 4, "samples": 22, "epochs": 1, **fields}
     return JobConfig(job_id=job_id, optimizer=NamedArguments(name="SGD", arguments=(("lr", 0.1),)), **settings)
 
 

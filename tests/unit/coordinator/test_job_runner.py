@@ -28,7 +28,7 @@ def sender(name: str) -> Sender:
     return Sender(peer_id=name, role=Role.NODE)
 
 
-async def started(stage: Scene, **fields: int) -> m.JobAccepted:
+async def started(stage: Scene, **fields: Any) -> m.JobAccepted:
     """Submit a job for every node of the scene and wait until it trains."""
     accepted = await stage.requester.submit(config(**fields), wait_nodes=len(stage.nodes))
     await stage.requester.until(m.JobState.TRAINING)
@@ -293,7 +293,12 @@ def test_a_checkpoint_that_cannot_be_written_fails_the_job_with_the_requesters_e
 def test_a_requester_that_is_gone_when_the_checkpoint_is_finished_is_called_lost(tmp_path: Path) -> None:
     async def main() -> None:
         async with scene(tmp_path, profile("a")) as stage:
-            stage.nodes["a"].answers[m.SaveStage] = lambda message: stage.network.kill("requester") or m.Done()
+
+            def killing(message: Any) -> m.Message:
+                stage.network.kill("requester")
+                return m.Done()
+
+            stage.nodes["a"].answers[m.SaveStage] = killing
             await started(stage)
             ended = stage.nodes["a"].answers[m.EndJob] = Called(m.Done())
             await stage.nodes["a"].train()

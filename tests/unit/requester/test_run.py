@@ -225,7 +225,7 @@ def test_a_run_that_is_stopped_leaves_a_checkpoint_that_loads(tmp_path: Path) ->
 
 def test_a_run_stopped_before_it_has_nodes_ends_and_says_so(tmp_path: Path) -> None:
     pool = InprocPool([], tmp_path)
-    package = roost.api.prepare(job(tmp_path))  # type: ignore[attr-defined]
+    package = roost.api.prepare(job(tmp_path))
     run = Run(package, pool, observer=None, wait_s=WAIT_S)
     run.stop()
     with pytest.raises(RoostError, match="was stopped before it was planned"):
