@@ -178,7 +178,7 @@ class CoordinatorConfig:
     """Deadline for an averaging, evaluating or saving step at a synchronisation point."""
 
     def __post_init__(self) -> None:
-        require(0 <= self.port < 65536, f"port {self.port} is not a port")
+        require(0 <= self.port < 65535, f"port {self.port} must be in 0..65534: peers use the port after it")
         durations = (self.token_ttl_s, self.heartbeat_s, self.lost_after_s, self.prepare_s, self.sync_s)
         require(all(math.isfinite(d) and d > 0 for d in durations), "durations must be positive")
         require(self.lost_after_s > self.heartbeat_s, "lost_after_s must be longer than heartbeat_s")

@@ -31,6 +31,9 @@ PROTOCOL_VERSION = 1
 _NODE = frozenset({Role.NODE})
 _REQUESTER = frozenset({Role.REQUESTER})
 _COORDINATOR = frozenset({Role.COORDINATOR})
+TENSORS = 1 << 62
+"""Tensors travel beside the message: only the receiver's own limit counts."""
+MAX_PING_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +41,9 @@ class Message:
     """Base of all messages."""
 
     senders: ClassVar[frozenset[Role]] = frozenset(Role)
+    """Roles it is taken from."""
+    max_buffer_bytes: ClassVar[int] = 0
+    """Bytes of all buffers beside it; most messages have none."""
 
 
 # ---------------------------------------------------------------- replies
@@ -366,6 +372,7 @@ class GraphReply(Message):
     """The graph is the only buffer."""
 
     senders = _REQUESTER
+    max_buffer_bytes = TENSORS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,6 +407,7 @@ class TensorsReply(Message):
     """One buffer per spec."""
 
     senders = frozenset({Role.REQUESTER, Role.NODE})
+    max_buffer_bytes = TENSORS
     tensors: tuple[TensorSpec, ...]
 
 
@@ -408,6 +416,7 @@ class UploadState(Message):
     """A part of a checkpoint: model tensors by their names, optimizer state as 'PARAMETER/KEY'. Answered with Done."""
 
     senders = _NODE
+    max_buffer_bytes = TENSORS
     job_id: str
     checkpoint: str
     segment: int
@@ -424,6 +433,7 @@ class Activation(Message):
     """Values of a micro-batch for a later stage; `rng` says that the first buffer is the generator's state."""
 
     senders = _NODE
+    max_buffer_bytes = TENSORS
     job_id: str
     source_stage: int
     micro_batch: MicroBatch
@@ -437,6 +447,7 @@ class Gradient(Message):
     """Gradients for values an earlier stage sent; sent (perhaps empty) to every stage that sent an Activation."""
 
     senders = _NODE
+    max_buffer_bytes = TENSORS
     job_id: str
     source_stage: int
     micro_batch: int
@@ -460,6 +471,7 @@ class RingChunk(Message):
     """One step of a ring: a chunk of the flattened segment, with one buffer."""
 
     senders = _NODE
+    max_buffer_bytes = TENSORS
     job_id: str
     segment: int
     round: int
@@ -476,3 +488,4 @@ class Ping(Message):
     """Answered with Done; carries one buffer when bandwidth is measured."""
 
     senders = frozenset({Role.NODE, Role.REQUESTER})
+    max_buffer_bytes = MAX_PING_BYTES

@@ -366,6 +366,9 @@ class EvaluationResult:
     metric_sum: float
     """Sum over samples of the metric; 0 without a metric."""
 
+    def __post_init__(self) -> None:
+        _require(self.samples > 0, f"an evaluation of {self.samples} samples")
+
 
 @dataclass(frozen=True, kw_only=True)
 class EpochResult:

@@ -167,7 +167,9 @@ class Machine:
     def environment(self) -> dict[str, str]:
         """The environment of its processes."""
         plain = {key: value for key, value in os.environ.items() if key != "ROOST_TOKEN"}
-        return {**plain, "HOME": str(self.home), "OMP_NUM_THREADS": "1", "COLUMNS": "80", MARK: self.mark}
+        home = str(self.home)
+        # A pool whose requester is killed leaves its temporary directory behind: here it goes with the home.
+        return {**plain, "HOME": home, "TMPDIR": home, "OMP_NUM_THREADS": "1", "COLUMNS": "80", MARK: self.mark}
 
     def start(self, *arguments: object, python: bool = False) -> Command:
         """Start `roost ARGUMENTS`, or `python ARGUMENTS`."""

@@ -35,6 +35,7 @@ class Feeder:
         self._fetches: asyncio.Queue[tuple[Lease, asyncio.Task[tuple[Tensor, ...]]]] = asyncio.Queue(maxsize=PREFETCHED_LEASES)
         self._training_slots = asyncio.Semaphore(2)
         self._evaluation_slots = asyncio.Semaphore(EVALUATION_WINDOW * len(assignment.cluster.stages))
+        self._evaluating = 0
         self._next_number = 0
         # A resumed run goes on with the seeds that the run before it would have used next.
         self._next_batch = assignment.config.start_updates
@@ -53,7 +54,9 @@ class Feeder:
 
     def evaluated(self) -> None:
         """An evaluation micro-batch left the last stage: room for another in the pipeline."""
-        self._evaluation_slots.release()
+        if self._evaluating > 0:
+            self._evaluating -= 1
+            self._evaluation_slots.release()
 
     async def batch_applied(self, batch: int) -> None:
         """Report the lease of `batch` to the coordinator once all of its batches are applied by every stage."""
@@ -124,4 +127,5 @@ class Feeder:
             for micro_batch, start, stop in pieces:
                 slots = self._training_slots if micro_batch.training else self._evaluation_slots
                 await slots.acquire()
+                self._evaluating += not micro_batch.training
                 self._inject(micro_batch, tuple(tensor[start:stop] for tensor in tensors))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from roost import messages as m
 from roost.averaging.ring_buffer import SegmentBuffer
-from roost.errors import DeadlineError, MalformedMessageError, TransportError
+from roost.errors import DeadlineError, MalformedMessageError, ProtocolError, TransportError
 from roost.pipeline.tensor_bytes import to_buffer
 from roost.protocol import averaging_round as rounds
 from roost.transport.interface import Buffer, Lane, Transport
@@ -62,6 +62,7 @@ class RingDriver:
         self._taken: dict[str, Tensor] = {}
         self._samples_before = 0
         self._samples_at_snapshot = 0
+        self._orders = 0
         self.moved = asyncio.Condition()
         self.rounds_done = 0
 
@@ -75,25 +76,35 @@ class RingDriver:
         """A member has opened a round. Raises MalformedMessageError if the sender is not in the ring."""
         if sender not in self._segment.members:
             raise MalformedMessageError(f"{sender} is not in the ring of segment {self._segment.index}")
+        self._check_round(sender, message.round)
         self._events.put_nowait(rounds.OpenReceived(round=message.round, now=time.monotonic()))
 
     def chunk_arrived(self, sender: str, message: m.RingChunk, buffer: Buffer) -> None:
         """A chunk came from the previous member. Raises MalformedMessageError for any other sender."""
         if sender != self._previous:
             raise MalformedMessageError(f"{sender} is not the previous member of the ring of segment {self._segment.index}")
+        self._check_round(sender, message.round)
         if not self._member.wants(message.round):
             return
         if len(self._arrived) >= MAX_WAITING_ROUNDS * 2 * len(self._segment.members):
             raise MalformedMessageError(f"{sender} sends chunks of more rounds of segment {self._segment.index} than may wait")
         if len(buffer) > MAX_ELEMENT_BYTES * self._segment.nbytes:
             raise MalformedMessageError(f"{sender} sent a chunk of {len(buffer)} bytes, larger than segment {self._segment.index}")
+        if (message.round, message.step) in self._arrived:
+            raise MalformedMessageError(f"{sender} sent step {message.step} of round {message.round} twice")
         self._arrived[message.round, message.step] = buffer
         self._events.put_nowait(
             rounds.ChunkArrived(round=message.round, step=message.step, chunk=message.chunk, weight=message.weight, now=time.monotonic())
         )
 
+    def _check_round(self, sender: str, number: int) -> None:
+        """Raise MalformedMessageError for a round beyond the next ordered one: nobody can be there yet."""
+        if not 0 < number < rounds.ordered_round(self._orders + 2):
+            raise MalformedMessageError(f"{sender} speaks of round {number} of segment {self._segment.index}, which cannot be yet")
+
     async def average_exactly(self, order: int) -> None:
         """Take part in the round of this order, and wait until its result is applied. Raises DeadlineError."""
+        self._orders = max(self._orders, order)
         self._events.put_nowait(rounds.StartRequested(now=time.monotonic(), order=order))
         target = rounds.ordered_round(order)
         try:
@@ -111,10 +122,21 @@ class RingDriver:
         """
         while True:
             event = await self._next_event()
-            for instruction in self._member.handle(event):
+            for instruction in self._handle(event):
                 await self._perform(instruction)
             async with self.moved:
                 self.moved.notify_all()
+
+    def _handle(self, event: rounds.RingEvent) -> list[rounds.RingInstruction]:
+        if not isinstance(event, rounds.ChunkArrived):
+            return self._member.handle(event)
+        try:
+            return self._member.handle(event)
+        except ProtocolError as error:
+            # The round ends by its deadline without that chunk; one peer's mistake does not end the job.
+            logger.warning("chunk_refused job=%s node=%s sender=%s error=%s", self._job_id, self._node_id, self._previous, error.message)
+            self._arrived.pop((event.round, event.step), None)
+            return []
 
     async def _next_event(self) -> rounds.RingEvent:
         deadline = self._member.deadline

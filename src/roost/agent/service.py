@@ -70,7 +70,7 @@ class Agent:
         self._profile = profile
         self._compute = ComputeThread(threads=profile.threads, relative_speed=config.relative_speed)
         self._driver: StageDriver | None = None
-        self._building: str | None = None
+        self._building: tuple[str, asyncio.Task[StageDriver]] | None = None
         self._registered = asyncio.Event()
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -152,6 +152,8 @@ class Agent:
             case m.SaveStage(job_id=job_id, checkpoint=checkpoint):
                 await self._stage_of(job_id).save(checkpoint)
             case m.EndJob(job_id=job_id, reason=reason):
+                if self._building is not None and self._building[0] == job_id:
+                    self._building[1].cancel()
                 if self._driver is not None and self._driver.assignment.job_id == job_id:
                     metrics = self._driver.metrics()
                     await self._drop_stage(reason)
@@ -164,22 +166,32 @@ class Agent:
         if self._driver is not None or self._building is not None:
             raise JobRefusedError(f"node {self.node_id} already runs a stage of job {self._running_job()}")
         assignment = assignment_from(message, node_id=self.node_id, coordinator=self._coordinator)
-        self._building = assignment.job_id
-        try:
-            driver = await build_stage(
+        build = asyncio.create_task(
+            build_stage(
                 assignment,
                 transport=self._transport,
                 compute=self._compute,
                 device=self._config.device,
                 on_failure=lambda error: self._stage_failed(assignment, error),
-            )
+            ),
+            name=f"build-{assignment.job_id}",
+        )
+        self._building = (assignment.job_id, build)
+        try:
+            await asyncio.wait({build})
         finally:
             self._building = None
+            build.cancel()
+        if build.cancelled():
+            raise JobRefusedError(f"job {assignment.job_id} ended while node {self.node_id} built its stage")
+        driver = build.result()
         driver.start()
         self._driver = driver
 
     def _running_job(self) -> str:
-        return self._driver.assignment.job_id if self._driver is not None else str(self._building)
+        if self._driver is not None:
+            return self._driver.assignment.job_id
+        return self._building[0] if self._building is not None else ""
 
     def _stage_of(self, job_id: str) -> StageDriver:
         if self._driver is None or self._driver.assignment.job_id != job_id:

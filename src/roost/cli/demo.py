@@ -14,7 +14,7 @@ from roost.api import Job, train
 from roost.checkpoint.reader import load
 from roost.cli.display import RunDisplay, print_result
 from roost.cli.lifetime import stop_on_sigterm
-from roost.config import NodeOptions
+from roost.config import NodeOptions, require
 from roost.demo.digits import DigitsCNN, accuracy, load_digits
 from roost.protocol.batches import sample_order
 from roost.requester.pools import local
@@ -41,6 +41,7 @@ have the memory. So every machine, however fast, makes the same clusters of two 
 
 def run(*, epochs: int, directory: Path, json_output: bool) -> None:
     """Train, show, and check the checkpoint in plain PyTorch; with `json_output` the last line is one JSON object."""
+    require(epochs > 0, f"epochs must be positive, not {epochs}")
     console = Console(highlight=False, stderr=json_output)
     started = time.monotonic()
     training, validation = load_digits()

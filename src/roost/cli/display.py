@@ -76,8 +76,8 @@ def _progress(metrics: RunMetrics) -> RenderableType:
     head = Table.grid(padding=(0, 1))
     head.add_row(
         Text(f"  {metrics.state:<10} epoch {metrics.epochs_done:.1f}/{metrics.epochs}"),
-        ProgressBar(total=metrics.epochs, completed=metrics.epochs_done, width=12),
-        Text(f"{metrics.elapsed_s:.0f} s, {format_bytes(metrics.bytes_sent)} sent, {metrics.averaging_rounds} rounds"),
+        ProgressBar(total=metrics.epochs, completed=metrics.epochs_done, width=10),
+        Text(f"{metrics.elapsed_s:.0f} s, {format_bytes(metrics.bytes_sent)} sent, {metrics.averaging_rounds} rounds", no_wrap=True),
     )
     return Group(head, *(_cluster_line(metrics, cluster.cluster) for cluster in metrics.clusters))
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import re
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from rich.console import Console
 
 from roost.cli.lifetime import run_until_stopped
 from roost.config import AgentConfig, TransportConfig, format_bytes
-from roost.errors import CredentialsError, ForbiddenError
+from roost.errors import CredentialsError, ForbiddenError, InvalidConfigError
 from roost.transport.addresses import host_towards
 from roost.transport.enrolment_client import Enrolment, enrol_once
 from roost.transport.grpc_transport import GrpcTransport
@@ -33,11 +36,32 @@ def default_state_dir(address: str, name: str) -> Path:
 
 def run(config: AgentConfig, *, address: str, token: str, exit_with_parent: bool) -> None:
     """Enrol if a token is given, measure the machine, and serve until stopped."""
-    run_until_stopped(_serve(config, address=address, token=token), exit_with_parent=exit_with_parent)
-
-
-async def _serve(config: AgentConfig, *, address: str, token: str) -> None:
     directory = Path(config.state_dir)
+    with _only_agent(directory, config.node_id):
+        run_until_stopped(_serve(config, directory, address=address, token=token), exit_with_parent=exit_with_parent)
+
+
+@contextlib.contextmanager
+def _only_agent(directory: Path, name: str) -> Iterator[None]:
+    """Hold the state directory: a second agent with the same certificate would leave a dead address behind when it ends."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = FileLock(directory / "agent.lock")
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise InvalidConfigError(
+            f"node {name} is already running with the state directory {directory}",
+            hint="Stop the other 'roost join' first, or join under another --name.",
+        ) from None
+    except OSError as error:
+        raise CredentialsError(f"the state directory {directory} cannot be used: {error}", hint="Name another with --state-dir.") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+async def _serve(config: AgentConfig, directory: Path, *, address: str, token: str) -> None:
     if token:
         enrolment = await enrol_once(address, token, name=config.node_id, state_dir=directory, deadline_s=ENROL_S)
     else:

@@ -54,7 +54,7 @@ def run_script(script: Path, arguments: list[str], pool: Pool | None, *, wait_s:
             _leave_nothing(defaults.runs)
             display.close()
     for run in defaults.runs:
-        print_result(console, run, model_line="model = ...  # built as in your script")
+        print_result(console, run, model_line="# with `model` built as in your script:")
 
 
 def _announce(console: Console, pool: Pool | None, wait_s: float) -> None:

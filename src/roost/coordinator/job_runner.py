@@ -81,7 +81,7 @@ class JobRunner:
         self.metrics: dict[str, StageMetrics] = {}
         self._leases: LeaseBook | None = None
         self._evaluation = EvaluationSums()
-        self._to_evaluate: dict[int, int] = {}
+        self._to_evaluate: dict[int, tuple[int, int]] = {}
         self._order = 0
         self._started_at: float | None = None
         self._stopped_at: float | None = None
@@ -153,7 +153,7 @@ class JobRunner:
         if self._leases is None or self.state not in (JobState.TRAINING, JobState.EVALUATING):
             return m.LeaseGrant(leases=(), drained=True)
         leases, drained = self._leases.request(request.cluster, max(1, min(request.want, MAX_LEASES)))
-        self._to_evaluate.update({lease.lease_id: lease.samples for lease in leases if not lease.training})
+        self._to_evaluate.update({lease.lease_id: (request.cluster, lease.samples) for lease in leases if not lease.training})
         return m.LeaseGrant(leases=leases, drained=drained)
 
     def leases_done(self, node_id: str, message: m.LeaseDone) -> None:
@@ -168,13 +168,16 @@ class JobRunner:
         if stage is None or stage.cluster != message.cluster or self.state is not JobState.EVALUATING:
             raise ForbiddenError(f"node {node_id} reports an evaluation that it was not asked for")
         result = message.result
-        if result.samples > self._to_evaluate.get(result.lease_id, 0):
-            raise ForbiddenError(f"node {node_id} reports more evaluation samples than lease {result.lease_id} has left")
+        owner, left = self._to_evaluate.get(result.lease_id, (-1, 0))
+        if owner != message.cluster or result.samples > left:
+            raise ForbiddenError(
+                f"node {node_id} reports more evaluation samples than cluster {message.cluster} has in lease {result.lease_id}"
+            )
         self._evaluation.samples += result.samples
         self._evaluation.loss += result.loss_sum
         self._evaluation.metric += result.metric_sum
-        self._to_evaluate[result.lease_id] -= result.samples
-        if self._to_evaluate[result.lease_id] == 0:
+        self._to_evaluate[result.lease_id] = (owner, left - result.samples)
+        if left == result.samples:
             self._book.done(message.cluster, (result.lease_id,))
         if self._book.all_done:
             self.event(lifecycle.EvaluationFinished())

@@ -140,7 +140,7 @@ class Coordinator:
 
     def _heartbeat(self, sender: Sender, message: m.Heartbeat) -> m.Done:
         if sender.peer_id not in self._profiles:
-            raise JobRefusedError(f"node {sender.peer_id} is not registered")
+            raise JobRefusedError(f"node {sender.peer_id} is not registered", hint="It registers again by itself.")
         for instruction in self._nodes.handle(membership.NodeHeard(node_id=sender.peer_id, now=time.monotonic())):
             self._obey(instruction, "is heard again")
         if message.job_id:
@@ -175,7 +175,7 @@ class Coordinator:
             case membership.ReplaceNode(node_id=node_id):
                 self._node_lost(node_id, what)
             case membership.AskToRegister(node_id=node_id):
-                raise JobRefusedError(f"node {node_id} must register again: it was given up for lost")
+                raise JobRefusedError(f"node {node_id} must register again: it was given up for lost", hint="It does so by itself.")
 
     def _node_lost(self, node_id: str, what: str) -> None:
         logger.warning("node_lost node=%s reason=%s", node_id, what)

@@ -155,7 +155,7 @@ def _write(
     )
     used = {node.node_id for cut in clusters for node in cut.nodes}
     unused = [node for node in pool if node.node_id not in used]
-    notes = [f"cluster {plan.index} is bound by the {plan.bottleneck}: {plan.samples_per_s:.3g} samples/s" for plan in plans]
+    notes = [f"cluster {plan.index} is bound by the {plan.bottleneck}: {plan.samples_per_s:.0f} samples/s" for plan in plans]
     notes += [_why_unused(node, cutter, averaging) for node in unused]
     return Plan(
         clusters=plans,

@@ -87,7 +87,10 @@ class SampleSource:
         try:
             sample = self._dataset[index]
         except Exception as error:
-            raise InvalidDataError(f"{self._what}: reading sample {index} raised {type(error).__name__}: {error}") from error
+            raise InvalidDataError(
+                f"{self._what}: reading sample {index} raised {type(error).__name__}: {error}",
+                hint=f"Look at what the dataset does for index {index}: dataset[{index}] raises without Roost, too.",
+            ) from error
         if not isinstance(sample, (tuple, list)):
             raise InvalidDataError(f"{self._what}: sample {index} is a {type(sample).__name__}, not a tuple of inputs and a label")
         if len(sample) < 2:

@@ -85,7 +85,10 @@ class RemotePool:
             try:
                 enrolment = Enrolment.load(directory)
             except CredentialsError as error:
-                raise CredentialsError(f"this machine has not enrolled with {self.address}: {error.message}") from error
+                raise CredentialsError(
+                    f"this machine has not enrolled with {self.address}: {error.message}",
+                    hint="Pass a requester token once (--token, or RemotePool(token=...)); 'roost token --role requester' prints one.",
+                ) from error
         if enrolment.credentials.role is not Role.REQUESTER:
             raise ForbiddenError(f"the token made this machine a {enrolment.credentials.role}, not a requester")
         transport = GrpcTransport(enrolment.credentials, host=host_towards(enrolment.coordinator.address))
@@ -98,7 +101,6 @@ class LocalPool:
     def __init__(self, nodes: Sequence[NodeOptions], *, state_dir: str = "") -> None:
         self._nodes = tuple(nodes)
         self._state_dir = state_dir
-        self._processes: list[ChildProcess] = []
 
     @property
     def size(self) -> int:
@@ -109,24 +111,25 @@ class LocalPool:
         """Start all processes; stop them at the end. Raises StageFailedError if one does not start."""
         root = Path(self._state_dir) if self._state_dir else Path(tempfile.mkdtemp(prefix="roost-local-"))
         root.mkdir(parents=True, exist_ok=True)
+        # Of this entry alone: two runs may use one pool, each with processes of its own.
+        processes: list[ChildProcess] = []
         try:
-            yield await self._start(root, on_failure)
+            yield await self._start(root, processes, on_failure)
         finally:
-            await asyncio.gather(*(process.stop() for process in reversed(self._processes)))
-            self._processes.clear()
+            await asyncio.gather(*(process.stop() for process in reversed(processes)))
             if not self._state_dir:
                 shutil.rmtree(root, ignore_errors=True)
 
-    async def _start(self, root: Path, on_failure: Callable[[RoostError], None]) -> Membership:
+    async def _start(self, root: Path, processes: list[ChildProcess], on_failure: Callable[[RoostError], None]) -> Membership:
         coordinator = ChildProcess("coordinator", root / "coordinator.log", on_failure)
-        self._processes.append(coordinator)
+        processes.append(coordinator)
         arguments = ["coordinator", "--json", "--port", "0", "--state-dir", str(root / "coordinator")]
         await coordinator.start([*arguments, "--tokens", str(len(self._nodes)), "--exit-with-parent"], {})
         ready = await coordinator.first_line()
         for index, options in enumerate(self._nodes):
             name = options.name or f"node-{index + 1}"
             process = ChildProcess(name, root / f"{name}.log", on_failure)
-            self._processes.append(process)
+            processes.append(process)
             environment = {"ROOST_TOKEN": ready["node_tokens"][index], "OMP_NUM_THREADS": str(options.threads)}
             await process.start(_join_arguments(ready["address"], name, options, root), environment)
         enrolment = await enrol(

@@ -158,6 +158,9 @@ class Assembler:
         if total > self._limits.max_message_bytes:
             raise MessageTooLargeError(f"a message of {total} bytes, at most {self._limits.max_message_bytes} are allowed")
         message = decode(bytes(self._head[PREFIX.size : PREFIX.size + text]))
+        if total > message.max_buffer_bytes:
+            what = f"{type(message).__name__} came with {total} bytes beside it, at most {message.max_buffer_bytes} are allowed"
+            raise MessageTooLargeError(what)
         self._accept(message)
         self._message, self._sizes = message, sizes
         self._skip_empty()

@@ -175,6 +175,33 @@ def test_chunks_from_anybody_but_the_previous_member_are_refused() -> None:
     asyncio.run(scenario())
 
 
+def test_a_round_that_cannot_be_yet_is_refused_and_does_not_spoil_the_next_exact_average() -> None:
+    members, models = two_clusters((10, 30))
+
+    async def scenario() -> None:
+        async with running(members, SEGMENTS), asyncio.timeout(20):
+            with pytest.raises(MalformedMessageError, match="cannot be yet"):
+                members["a"].rings[0].opened("c", m.OpenRound(job_id="job", segment=0, round=2**62))
+            await asyncio.gather(*(members[name].rings[0].average_exactly(1) for name in ("a", "c")))
+
+    asyncio.run(scenario())
+    mean = (10 * models[0]["p0"] + 30 * models[1]["p0"]) / 40
+    torch.testing.assert_close(members["a"].tensors["p0"], mean)
+
+
+def test_a_chunk_of_a_wrong_step_is_dropped_and_the_ring_goes_on() -> None:
+    members, models = two_clusters((10, 30))
+    wrong = m.RingChunk(job_id="job", segment=0, round=1, step=0, chunk=0, weight=1.0, dtype="float32")
+
+    async def scenario() -> None:
+        async with running(members, SEGMENTS), asyncio.timeout(20):
+            members["a"].rings[0].chunk_arrived("c", wrong, bytearray(16))
+            await asyncio.gather(*(members[name].rings[0].average_exactly(1) for name in ("a", "c")))
+
+    asyncio.run(scenario())
+    torch.testing.assert_close(members["a"].tensors["p0"], (10 * models[0]["p0"] + 30 * models[1]["p0"]) / 40)
+
+
 def test_a_flood_of_chunks_of_later_rounds_is_refused() -> None:
     members, _ = two_clusters((1, 1))
 

@@ -10,7 +10,7 @@ from transport_kit import chunk
 
 from roost.config import TransportConfig
 from roost.errors import ForbiddenError, MalformedMessageError, MessageTooLargeError
-from roost.messages import Message, Ping
+from roost.messages import Message, Ping, StatusRequest
 from roost.transport.framing import MAX_BUFFERS, MAX_FRAME_BYTES, PREFIX, SIZE, Assembler, pack
 from roost.transport.interface import Buffer, ReceivedBuffer
 
@@ -135,7 +135,7 @@ def test_a_message_may_be_refused_before_its_data_is_taken() -> None:
 
 def test_memory_follows_what_arrives_and_not_what_is_declared() -> None:
     limits = TransportConfig(max_message_bytes=1 << 40)
-    frames = pack(Ping(), [], limits).head[PREFIX.size :]
+    frames = pack(TensorsReply(tensors=()), [], limits).head[PREFIX.size :]
     head = PREFIX.pack(len(frames), 1000) + frames + SIZE.pack(1 << 29) * 1000
     tracemalloc.start()
     try:
@@ -151,3 +151,10 @@ def test_a_sender_refuses_too_many_buffers_and_too_long_a_header() -> None:
         pack(Ping(), [b""] * (MAX_BUFFERS + 1), LIMITS)
     with pytest.raises(MessageTooLargeError, match="header"):
         pack(Ping(), [], TransportConfig(max_header_bytes=10))
+
+
+def test_bytes_beside_a_message_that_has_none_are_refused_before_they_are_taken() -> None:
+    for message in (StatusRequest(), Ping()):
+        (frame, *_) = pack(message, [bytes(type(message).max_buffer_bytes + 1)], LIMITS).frames(LIMITS.frame_bytes)
+        with pytest.raises(MessageTooLargeError, match="beside it"):
+            Assembler(LIMITS).feed(frame)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from roost.config import TransportConfig
-from roost.messages import Done, Message, RingChunk
+from roost.messages import Done, Message, RingChunk, TensorsReply
 from roost.transport.authority import Authority, create_authority
 from roost.transport.grpc_transport import GrpcTransport
 from roost.transport.inproc import InprocNetwork, InprocTransport
@@ -42,7 +42,7 @@ class Recorder:
 
     async def on_call(self, sender: Sender, message: Message, buffers: list[ReceivedBuffer]) -> tuple[Message, Sequence[Buffer]]:
         await self._handle(sender, message, buffers)
-        return self.reply if self.reply is not None else (Done(), buffers)
+        return self.reply if self.reply is not None else (TensorsReply(tensors=()) if buffers else Done(), buffers)
 
     async def _handle(self, sender: Sender, message: Message, buffers: list[ReceivedBuffer]) -> None:
         self.running += 1
