@@ -10,7 +10,7 @@ from transport_kit import chunk
 
 from roost.config import TransportConfig
 from roost.errors import ForbiddenError, MalformedMessageError, MessageTooLargeError
-from roost.messages import Message, Ping, StatusRequest
+from roost.messages import Message, Ping, StatusRequest, TensorsReply
 from roost.transport.framing import MAX_BUFFERS, MAX_FRAME_BYTES, PREFIX, SIZE, Assembler, pack
 from roost.transport.interface import Buffer, ReceivedBuffer
 
