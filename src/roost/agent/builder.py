@@ -58,7 +58,7 @@ async def build_stage(
             runner.load_optimizer_state(optimizer)
         return runner
 
-    runner = await compute.run(make_runner)
+    runner = await compute.run(make_runner, paced=False)
     logger.info(
         "stage_built job=%s node=%s cluster=%d stage=%d tensors=%d",
         assignment.job_id,

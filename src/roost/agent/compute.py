@@ -36,9 +36,11 @@ class ComputeThread:
             self._executor.shutdown(wait=True, cancel_futures=True)
             self._executor = None
 
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work`, which ran after all work given earlier."""
+    async def run(self, work: Callable[[], Result], *, paced: bool = True) -> Result:
+        """Return the result of `work`, which ran after all work given earlier; `paced` False is for what is not training."""
         assert self._executor is not None, "start() first"
+        if not paced:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._paced, work)
 
     def _initialise(self) -> None:
