@@ -7,7 +7,7 @@ numbers. The last element of a sample is its label; all before it are the model'
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +17,6 @@ from roost.errors import InvalidDataError
 from roost.types import DTYPE_BYTES
 
 WIRE_DTYPES = frozenset(getattr(torch, name) for name in DTYPE_BYTES)
-
-
-class MapDataset(Protocol):
-    """What torch calls a map-style dataset."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class SampleSource:

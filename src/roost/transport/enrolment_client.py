@@ -16,7 +16,15 @@ from cryptography.exceptions import InvalidSignature
 
 from roost.codec import decode_record, encode_record
 from roost.config import check_identifier
-from roost.errors import CredentialsError, DeadlineError, FingerprintError, MalformedMessageError, PeerUnreachableError
+from roost.errors import (
+    CredentialsError,
+    DeadlineError,
+    FingerprintError,
+    InvalidConfigError,
+    MalformedMessageError,
+    PeerUnreachableError,
+)
+from roost.transport.addresses import split_address
 from roost.transport.credentials import (
     Credentials,
     create_csr,
@@ -172,7 +180,7 @@ def _reachable(coordinator: Peer, host: str) -> Peer:
 
 
 def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise PeerUnreachableError(f"{address!r} is not the address of a coordinator", hint="Give it as HOST:PORT.")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    try:
+        return split_address(address)
+    except InvalidConfigError as error:
+        raise PeerUnreachableError(f"{address!r} is not the address of a coordinator", hint="Give it as HOST:PORT.") from error
