@@ -126,6 +126,32 @@ class JobConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanningConfig:
+    """What the planner assumes and how long it may search (docs/planning.md)."""
+
+    staleness_cost: float = 0.005
+    """Fraction by which one update of staleness lowers what a sample is worth: an assumption, it decides between near equals."""
+    headroom: float = 1.0
+    """Micro-batches in flight, relative to the least that keeps every stage busy if all steps take their mean time."""
+    slowest_cluster: float = 0.02
+    """A cluster slower than this fraction of the fastest is left out: every averaging round would wait for it."""
+    activation_compression: float = 1.0
+    """Bytes on the wire per byte of values and gradients between stages."""
+    averaging_compression: float = 1.0
+    """Bytes on the wire per byte of averaged parameters."""
+    effort: float = 1.0
+    """Scales the fixed amount of work a search may do; the plan depends on it, never on the speed of the machine that plans."""
+
+    def __post_init__(self) -> None:
+        require(0 <= self.staleness_cost < 1, f"staleness_cost {self.staleness_cost} must be in [0, 1)")
+        require(1 <= self.headroom <= 4, f"headroom {self.headroom} must be in [1, 4]")
+        require(0 <= self.slowest_cluster < 1, f"slowest_cluster {self.slowest_cluster} must be in [0, 1)")
+        factors = (self.activation_compression, self.averaging_compression)
+        require(all(0 < factor <= 1 for factor in factors), "compression must be in (0, 1]: bytes sent per byte")
+        require(0 < self.effort <= 100, f"effort {self.effort} must be in (0, 100]")
+
+
+@dataclass(frozen=True, kw_only=True)
 class TransportConfig:
     """Limits and deadlines of one endpoint."""
 

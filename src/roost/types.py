@@ -181,11 +181,30 @@ class NodeProfile:
     """CPU threads it computes with."""
     emulated: bool = False
     """True if memory or speed was declared instead of measured."""
+    relative_speed: float = 1.0
+    """Below 1 if a slower machine is emulated: the fraction of this machine's speed it computes at; the rest of the time it sleeps."""
+    memory_bytes_per_s: float = 0.0
+    """Bytes an optimizer step reads and writes per second; 0: not measured, and updates count as free."""
+    message_s: float = 0.0
+    """CPU seconds to send or receive one small message; 0: not measured, and messages count as free."""
+    wire_s_per_byte: float = 0.0
+    """CPU seconds to send or receive one byte; 0: not measured."""
+    reliability: float = 1.0
+    """Fraction of the time it is there, in (0, 1]: observed, or declared by its owner."""
+    host: str = ""
+    """Nodes with the same name here share one machine's cores; empty: it has a machine of its own."""
+    host_cores: int = 0
+    """Cores of that machine; 0: unknown."""
 
     def __post_init__(self) -> None:
         _require(self.memory_bytes > 0, f"node {self.node_id}: memory must be positive")
         _require(_finite(self.flop_per_s) and self.flop_per_s > 0, f"node {self.node_id}: speed must be positive")
         _require(self.threads > 0, f"node {self.node_id}: threads must be positive")
+        costs = (self.memory_bytes_per_s, self.message_s, self.wire_s_per_byte)
+        _require(all(_finite(cost) and cost >= 0 for cost in costs), f"node {self.node_id}: costs must be finite and not negative")
+        _require(0 < self.relative_speed <= 1, f"node {self.node_id}: relative speed {self.relative_speed} must be in (0, 1]")
+        _require(0 < self.reliability <= 1, f"node {self.node_id}: reliability {self.reliability} must be in (0, 1]")
+        _require(self.host_cores >= 0, f"node {self.node_id}: cores must not be negative")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,6 +244,16 @@ class StagePlan:
     """Predicted seconds of compute per micro-batch on that node."""
     send_s: float
     """Predicted seconds to send one micro-batch to the next stage (0 for the last)."""
+    versions: int = 1
+    """Weight versions it may hold at once, the current one included; versions - 1 bounds the staleness."""
+    busy: float = 0.0
+    """Predicted fraction of the time that it computes."""
+    sent_bytes_per_s: float = 0.0
+    """Predicted: values, gradients and averaging."""
+    received_bytes_per_s: float = 0.0
+    """Predicted: values, gradients, averaging, and at stage 0 the data."""
+    binding: str = ""
+    """What keeps this node from doing more: 'compute', 'uplink', 'memory', 'round trip', or empty if another node binds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,6 +268,8 @@ class ClusterPlan:
     """Predicted."""
     bottleneck: str
     """What binds its rate, for people: 'compute of node-2' or 'link node-1 -> node-2'."""
+    staleness: int = 0
+    """Largest staleness at any of its stages, in updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +285,15 @@ class SegmentPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BackupPlan:
+    """A node without a stage, and the stage that it should be ready to take over."""
+
+    node_id: str
+    cluster: int
+    stage: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The planner's answer."""
 
@@ -265,6 +305,12 @@ class Plan:
     """Predicted, all clusters together."""
     notes: tuple[str, ...]
     """Sentences for people: why a node is left out, what binds."""
+    round_s: float = 0.0
+    """Predicted seconds of an averaging round on the slowest ring; 0 with one cluster."""
+    round_updates: float = 0.0
+    """Predicted updates between two rounds: the interval asked for, or more where the links cannot keep up; 0 with one cluster."""
+    backup_stages: tuple[BackupPlan, ...] = ()
+    """For each backup that can hold one: the least reliable stage it can hold that has no backup yet."""
 
     @property
     def stages(self) -> tuple[StagePlan, ...]:
