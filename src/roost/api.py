@@ -21,7 +21,7 @@ from roost.checkpoint.reader import Checkpoint, latest, load
 from roost.checkpoint.writer import check_writable
 from roost.config import ArgumentValue, JobConfig, NamedArguments, require
 from roost.errors import CheckpointMismatchError, InvalidConfigError, InvalidDataError
-from roost.pipeline.optimizer import check_optimizer
+from roost.pipeline.optimizer import build_optimizer, check_optimizer
 from roost.pipeline.probe import measure
 from roost.pipeline.tensor_bytes import spec_of
 from roost.requester.data import SampleSource, example_batch
@@ -38,14 +38,26 @@ WHOLE_NUMBERS = ("batch_size", "epochs", "averaging_interval", "sync_interval", 
 
 
 @dataclass(frozen=True, kw_only=True)
+class PreparedJob:
+    """A job that was captured and measured, to be planned and not trained."""
+
+    package: JobPackage
+    pool: Pool | None
+    """The pool that the script named."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Defaults:
-    """What `roost train` sets for the script it runs."""
+    """What `roost train` and `roost plan` set for the script they run."""
 
     pool: Pool | None = None
     observer: Observer | None = None
     wait_s: float = WAIT_S
     runs: list[Run] = field(default_factory=list)
     """Every run the script starts is added here."""
+    plan_only: bool = False
+    """True: train() starts nothing; it adds the job to `prepared` and ends the script as sys.exit() does."""
+    prepared: list[PreparedJob] = field(default_factory=list)
 
 
 DEFAULTS: contextvars.ContextVar[Defaults | None] = contextvars.ContextVar("roost_defaults", default=None)
@@ -124,6 +136,9 @@ def train(
     """
     defaults = DEFAULTS.get() or Defaults()
     chosen = RemotePool(address=pool) if isinstance(pool, str) else pool if pool is not None else defaults.pool
+    if defaults.plan_only:
+        defaults.prepared.append(PreparedJob(package=prepare(job, resume=resume, saves=False), pool=chosen))
+        raise SystemExit(0)
     if chosen is None:
         raise InvalidConfigError(
             "train() was given no pool",
@@ -137,14 +152,18 @@ def train(
     return run
 
 
-def prepare(job: Job, *, resume: str | Path | None = None) -> JobPackage:
-    """Return the captured, checked and measured job. Raises RoostError for anything that cannot be trained."""
+def prepare(job: Job, *, resume: str | Path | None = None, saves: bool = True) -> JobPackage:
+    """Return the captured, checked and measured job. Raises RoostError for anything that cannot be trained.
+
+    With `saves` the job's checkpoint directory is made, if it cannot be written to that is an error.
+    """
     training = SampleSource(job.data, what="the training data")
     validation = SampleSource(job.validation, what="the validation data") if job.validation is not None else None
     checkpoint = _checkpoint(Path(resume)) if resume is not None else None
     config = _config(job, len(training), 0 if validation is None else len(validation), checkpoint)
     check_optimizer(config)
-    check_writable(Path(job.checkpoint_dir))
+    if saves:
+        check_writable(Path(job.checkpoint_dir))
     micro_batch = example_batch(training, config.micro_batch_size)
     training.expect(micro_batch)
     if validation is not None:
@@ -161,7 +180,7 @@ def prepare(job: Job, *, resume: str | Path | None = None) -> JobPackage:
             f"model and loss fail on the first {len(labels[0])} training samples: {type(error).__name__}: {error}",
             hint="Call loss(model(inputs), labels) on these samples in plain PyTorch; look for labels that are out of range.",
         ) from error
-    model_profile = _profile(captured, inputs, labels)
+    model_profile = _profile(captured, inputs, labels, config)
     if checkpoint is not None:
         captured = _with_tensors(captured, checkpoint)
     return JobPackage(
@@ -180,9 +199,15 @@ def prepare(job: Job, *, resume: str | Path | None = None) -> JobPackage:
     )
 
 
-def _profile(captured: Captured, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...]) -> ModelProfile:
+def _profile(captured: Captured, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...], config: JobConfig) -> ModelProfile:
     speed = measure(threads=1, device="cpu", budget_s=0.5)
-    return profile(captured, inputs, labels, reference_flop_per_s=speed.flop_per_s)
+    return profile(
+        captured,
+        inputs,
+        labels,
+        reference_flop_per_s=speed.flop_per_s,
+        make_optimizer=lambda parameters: build_optimizer(parameters, config.optimizer),
+    )
 
 
 def _config(job: Job, samples: int, validation_samples: int, checkpoint: Checkpoint | None) -> JobConfig:

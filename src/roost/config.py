@@ -131,7 +131,7 @@ class PlanningConfig:
 
     staleness_cost: float = 0.005
     """Fraction by which one update of staleness lowers what a sample is worth: an assumption, it decides between near equals."""
-    headroom: float = 1.0
+    headroom: float = 1.25
     """Micro-batches in flight, relative to the least that keeps every stage busy if all steps take their mean time."""
     slowest_cluster: float = 0.02
     """A cluster slower than this fraction of the fastest is left out: every averaging round would wait for it."""

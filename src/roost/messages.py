@@ -172,6 +172,34 @@ class JobAccepted(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanRequest(Message):
+    """The requester asks what would be planned for a job; nothing is started. Answered with PoolPlan or Failed."""
+
+    senders = _REQUESTER
+    protocol_version: int
+    torch_version: str
+    """Empty if the requester does not train: then the nodes' versions are not compared with it."""
+    config: JobConfig
+    profile: ModelProfile
+    wait_nodes: int
+    """Measure and plan once so many nodes have joined."""
+    wait_s: float
+    """Deadline for them to join."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolPlan(Message):
+    """The nodes that are free, the links between them as measured now, and the plan, or why there is none."""
+
+    senders = _COORDINATOR
+    nodes: tuple[NodeProfile, ...]
+    links: tuple[LinkProfile, ...]
+    plan: Plan | None
+    refusal: Failed | None
+    """Set if there is no plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RequesterHeartbeat(Message):
     """The requester lives. Answered with Done."""
 

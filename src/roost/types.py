@@ -124,10 +124,12 @@ class UnitProfile:
     """Activation bytes kept from the forward for the backward."""
     crossing_bytes: int
     """Bytes of all values alive at `stop` (produced before it, used after it)."""
+    update_s: float = 0.0
+    """Seconds of the job's optimizer step on the reference machine, one thread; once per batch. 0: not measured."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.start < self.stop, f"unit {self.label!r}: empty range {self.start}..{self.stop}")
-        costs = (self.forward_s, self.backward_s, self.forward_flop)
+        costs = (self.forward_s, self.backward_s, self.forward_flop, self.update_s)
         _require(all(_finite(cost) and cost >= 0 for cost in costs), f"unit {self.label!r}: costs must be finite and not negative")
         _require(self.saved_bytes >= 0 and self.crossing_bytes >= 0, f"unit {self.label!r}: negative bytes")
 

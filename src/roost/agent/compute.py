@@ -13,17 +13,24 @@ import torch
 Result = TypeVar("Result")
 
 
+MOST_LATE_S = 0.1
+"""What an emulated machine makes up for at most."""
+
+
 class ComputeThread:
     """Runs torch work one piece at a time, off the event loop.
 
-    With `relative_speed` below 1 each piece is followed by a sleep, so that it takes as long as on a machine of that
-    fraction of this one's speed (emulated; CPU time is the measure, so that other processes do not slow it twice).
+    With `relative_speed` below 1 a slower machine is emulated: each piece ends, after a sleep, when it would have ended on a
+    machine of that fraction of this one's speed. CPU time is the measure, so other processes of this machine make no
+    difference as long as the work and its sleep fit in that time; where they do not, the pieces that follow make up for it.
     """
 
     def __init__(self, *, threads: int, relative_speed: float) -> None:
         self._threads = threads
         self._relative_speed = relative_speed
         self._executor: ThreadPoolExecutor | None = None
+        self._due = 0.0
+        self._late_s = 0.0
         self.busy_s = 0.0
 
     def start(self) -> None:
@@ -41,17 +48,19 @@ class ComputeThread:
         assert self._executor is not None, "start() first"
         if not paced:
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._paced, work)
+        return await asyncio.get_running_loop().run_in_executor(self._executor, self._paced, work, time.perf_counter())
 
     def _initialise(self) -> None:
         torch.set_num_threads(self._threads)
 
-    def _paced(self, work: Callable[[], Result]) -> Result:
+    def _paced(self, work: Callable[[], Result], given: float) -> Result:
         wall, cpu = time.perf_counter(), time.thread_time()
         try:
             return work()
         finally:
             if self._relative_speed < 1:
                 worked = time.thread_time() - cpu if self._threads == 1 else time.perf_counter() - wall
-                time.sleep(worked * (1 / self._relative_speed - 1))
+                self._due = max(self._due, given - self._late_s) + worked / self._relative_speed
+                time.sleep(max(0.0, self._due - time.perf_counter()))
+                self._late_s = min(MOST_LATE_S, max(0.0, time.perf_counter() - self._due))
             self.busy_s += time.perf_counter() - wall

@@ -15,6 +15,7 @@ from roost.agent.assignment import Assignment, assignment_from
 from roost.agent.builder import build_stage
 from roost.agent.compute import ComputeThread
 from roost.agent.links import measure_links
+from roost.agent.message_probe import MessageProbe
 from roost.agent.stage_driver import StageDriver, failure_of
 from roost.config import AgentConfig
 from roost.errors import (
@@ -27,37 +28,12 @@ from roost.errors import (
     StageFailedError,
     TransportError,
 )
-from roost.pipeline.probe import free_memory_bytes, measure
 from roost.transport.interface import Buffer, Sender, Transport
 from roost.types import NodeProfile, Peer, Role
 
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 2.0
-LENT_FRACTION = 0.8
-"""Part of the free memory that is lent when the owner sets no budget."""
-
-
-def profile_node(config: AgentConfig) -> NodeProfile:
-    """Return what this machine can do, measured in about a second; declared values replace measured ones.
-
-    The address is filled in once the transport listens.
-    """
-    threads = config.threads or torch.get_num_threads()
-    speed = measure(threads=threads, device=config.device)
-    memory = config.memory_bytes or int(LENT_FRACTION * free_memory_bytes(config.device))
-    factor = config.relative_speed
-    return NodeProfile(
-        node_id=config.node_id,
-        address="",
-        memory_bytes=memory,
-        flop_per_s=speed.flop_per_s * factor,
-        matmul_flop_per_s=speed.matmul_flop_per_s * factor,
-        convolution_flop_per_s=speed.convolution_flop_per_s * factor,
-        device=config.device,
-        threads=threads,
-        emulated=bool(config.memory_bytes) or factor < 1,
-    )
 
 
 class Agent:
@@ -68,6 +44,7 @@ class Agent:
         self._transport = transport
         self._coordinator = coordinator
         self._profile = profile
+        self._message_probe = MessageProbe(transport, uplink_bytes_per_s=config.uplink_bytes_per_s)
         self._compute = ComputeThread(threads=profile.threads, relative_speed=config.relative_speed)
         self._driver: StageDriver | None = None
         self._building: tuple[str, asyncio.Task[StageDriver]] | None = None
@@ -83,6 +60,7 @@ class Agent:
         self._compute.start()
         await self._transport.start(self)
         try:
+            await self._measure_messages()
             registered, pause_s = False, RECONNECT_S
             while True:
                 try:
@@ -103,18 +81,23 @@ class Agent:
             await self._transport.stop()
             self._compute.stop()
 
+    async def _measure_messages(self) -> None:
+        cost = await self._message_probe.measure()
+        self._profile = replace(
+            self._profile, address=self._transport.address, message_s=cost.message_s, wire_s_per_byte=cost.wire_s_per_byte
+        )
+
     async def _register(self) -> float:
-        profile = replace(self._profile, address=self._transport.address)
         message = m.RegisterNode(
             protocol_version=m.PROTOCOL_VERSION,
             roost_version=roost.__version__,
             torch_version=torch.__version__,
-            profile=profile,
+            profile=self._profile,
         )
         reply = (await self._transport.call(self._coordinator, message)).message
         if not isinstance(reply, m.Registered):
             raise MalformedMessageError(f"the coordinator answered a registration with {type(reply).__name__}")
-        logger.info("registered node=%s address=%s", self.node_id, profile.address)
+        logger.info("registered node=%s address=%s", self.node_id, self._profile.address)
         self._registered.set()
         return reply.heartbeat_s
 
@@ -202,6 +185,9 @@ class Agent:
 
     async def on_message(self, sender: Sender, message: m.Message, buffers: Sequence[Buffer]) -> None:
         """Take values, gradients and ring chunks from peers; what belongs to no running job is dropped."""
+        if sender.peer_id == self.node_id:
+            self._message_probe.arrived()
+            return
         driver = self._driver
         if driver is None or getattr(message, "job_id", None) != driver.assignment.job_id:
             logger.debug("message_dropped node=%s sender=%s type=%s", self.node_id, sender.peer_id, type(message).__name__)

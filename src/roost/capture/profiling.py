@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Parameter
+from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from roost.capture.cut import cut, legal_cuts
@@ -22,8 +24,17 @@ from roost.types import ModelProfile, UnitProfile
 MAX_UNITS = 200
 """More units than this are merged: planning time grows with them, and a finer choice of cuts changes little."""
 
+BUDGET_S = 10.0
+MIN_REPEATS = 3
+UPDATE_STEPS = 3
+UPDATE_GRADIENT = 1e-3
+CACHE_BYTES = 64 << 20
+"""Written before each pass: in training, other work has been in the caches since a stage last had its turn."""
 
-_FORWARD, _BACKWARD = 0, 1
+_Times = tuple[list[float], list[float]]
+"""Seconds of forward and of backward, by unit."""
+_FORWARD, _BACKWARD, _UPDATE = 0, 1, 2
+MakeOptimizer = Callable[[list[Parameter]], Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +51,14 @@ def profile(
     labels: tuple[Tensor, ...],
     *,
     reference_flop_per_s: float,
-    repeats: int = 3,
+    make_optimizer: MakeOptimizer | None = None,
+    repeats: int = 9,
 ) -> ModelProfile:
     """Return the costs of `captured`, unit by unit, for a micro-batch like `inputs` and `labels`, on one thread.
 
-    Times are medians over `repeats` passes after one that warms up and counts; bytes are of the first pass. Nothing is
-    changed: copies of the tensors are used, and random generator and thread count are put back.
+    Times are CPU time, medians over `repeats` passes after one that warms up and counts (fewer if they take long).
+    Bytes are of the first pass. Nothing is changed: copies of the tensors are used, and random generator and thread count are
+    put back.
     """
     graph = captured.graph
     data = (*inputs, *labels)
@@ -56,8 +69,13 @@ def profile(
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             counts, sizes = _count(captured, programs, data)
-            unit_times = [_Pass(captured, programs, data).times() for _ in range(repeats)]
-            whole_times = [_Pass(captured, whole, data).times() for _ in range(repeats)]
+            unit_times: list[_Times] = []
+            whole_times: list[_Times] = []
+            began = time.perf_counter()
+            while len(unit_times) < repeats and (len(unit_times) < MIN_REPEATS or time.perf_counter() - began < BUDGET_S):
+                unit_times.append(_Pass(captured, programs, data).times())
+                whole_times.append(_Pass(captured, whole, data).times())
+        updates = _update_times(captured, programs, make_optimizer)
     finally:
         torch.set_num_threads(threads)
     times = [
@@ -69,7 +87,7 @@ def profile(
         micro_batch_size=inputs[0].shape[0],
         reference_flop_per_s=reference_flop_per_s,
         units=tuple(
-            _unit(graph, programs, index, counts[index], (times[_FORWARD][index], times[_BACKWARD][index]), sizes)
+            _unit(graph, programs, index, counts[index], (times[_FORWARD][index], times[_BACKWARD][index], updates[index]), sizes)
             for index in range(len(programs))
         ),
         input_bytes=sum(item.numel() * item.element_size() for item in data),
@@ -143,9 +161,12 @@ class _Pass:
         self.owned_storages = {item.untyped_storage().data_ptr() for item in self._tensors.values()}
         self.value_bytes: dict[int, int] = {}
 
-    def times(self) -> tuple[list[float], list[float]]:
+    def times(self) -> _Times:
         """Run forward and backward and return the seconds of each, by unit."""
-        return self.forward(_run), self.backward()
+        other = torch.ones(CACHE_BYTES // 4)
+        forward = self.forward(_run)
+        other.add_(1)
+        return forward, self.backward()
 
     def forward(self, around: Callable[[Callable[[], dict[int, Tensor]]], dict[int, Tensor]]) -> list[float]:
         """Run every unit inside `around(run)` and return its seconds."""
@@ -161,9 +182,9 @@ class _Pass:
             def run(program: StageProgram = program, values: dict[int, Tensor] = values, own: dict[str, Tensor] = own) -> dict[int, Tensor]:
                 return program.run(values, own, training=True)
 
-            begin = time.perf_counter()
+            begin = time.thread_time()
             results = around(run)
-            seconds.append(time.perf_counter() - begin)
+            seconds.append(time.thread_time() - begin)
             self._received.append(values)
             self._sent.append(results)
             self.value_bytes.update((number, item.numel() * item.element_size()) for number, item in results.items())
@@ -182,9 +203,9 @@ class _Pass:
                 starts.append(None)
             if not roots:
                 continue
-            begin = time.perf_counter()
+            begin = time.thread_time()
             torch.autograd.backward([sent[number] for number in roots], starts)
-            seconds[program.index] = time.perf_counter() - begin
+            seconds[program.index] = time.thread_time() - begin
             for source, numbers in program.receives.items():
                 for number in numbers:
                     gradient = self._received[program.index][number].grad
@@ -219,6 +240,46 @@ def _count(captured: Captured, programs: Sequence[StageProgram], data: tuple[Ten
     return counts, counting.value_bytes
 
 
+def _update_times(captured: Captured, programs: Sequence[StageProgram], make_optimizer: MakeOptimizer | None) -> list[float]:
+    """Return the seconds of an optimizer step on each unit's trainable tensors, so that they add up to a step on all of them."""
+    if make_optimizer is None:
+        return [0.0] * len(programs)
+    owned = [
+        [Parameter(captured.tensors[record.name].detach().clone()) for record in program.tensors if record.trainable]
+        for program in programs
+    ]
+    together = [parameter for unit in owned for parameter in unit]
+    if not together:
+        return [0.0] * len(programs)
+    total = _StepTimer(together, make_optimizer).seconds()
+    alone = [_StepTimer(unit, make_optimizer).seconds() if unit else 0.0 for unit in owned]
+    scale = total / (sum(alone) or 1.0)
+    return [seconds * scale for seconds in alone]
+
+
+class _StepTimer:
+    """Times the optimizer's step on some parameters."""
+
+    def __init__(self, parameters: list[Parameter], make_optimizer: MakeOptimizer) -> None:
+        self._parameters = parameters
+        self._optimizer = make_optimizer(parameters)
+
+    def seconds(self) -> float:
+        """Return the median over a few steps, after one that makes the state."""
+        other = torch.zeros(CACHE_BYTES // 4)
+        times = []
+        for _ in range(1 + UPDATE_STEPS):
+            # As a backward leaves them: new, and no more in the caches.
+            for parameter in self._parameters:
+                parameter.grad = torch.full_like(parameter, UPDATE_GRADIENT)
+            other.add_(1)
+            begin = time.thread_time()
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+            times.append(time.thread_time() - begin)
+        return statistics.median(times[1:])
+
+
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -228,7 +289,12 @@ def _run(run: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:
 
 
 def _unit(
-    graph: Graph, programs: Sequence[StageProgram], index: int, counts: _UnitCounts, seconds: tuple[float, float], sizes: dict[int, int]
+    graph: Graph,
+    programs: Sequence[StageProgram],
+    index: int,
+    counts: _UnitCounts,
+    seconds: tuple[float, float, float],
+    sizes: dict[int, int],
 ) -> UnitProfile:
     program = programs[index]
     crossing = {
@@ -240,6 +306,7 @@ def _unit(
         label=unit_label(graph, program.start, program.stop),
         forward_s=seconds[_FORWARD],
         backward_s=seconds[_BACKWARD],
+        update_s=seconds[_UPDATE],
         forward_flop=counts.flop,
         tensors=program.tensors,
         saved_bytes=counts.saved_bytes,

@@ -13,9 +13,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from roost.cli.plan_text import layers_of
 from roost.config import format_bytes
 from roost.requester.run import Run, RunMetrics
-from roost.types import ClusterPlan, ModelProfile, NodeProfile, Plan, StagePlan
+from roost.types import ClusterPlan, ModelProfile, NodeProfile, Plan
 
 LINE_EVERY_S = 5.0
 """Seconds between progress lines where the output is not a terminal."""
@@ -116,21 +117,12 @@ def _cluster_table(cluster: ClusterPlan, nodes: dict[str, NodeProfile], profile:
         table.add_row(
             str(stage.index),
             Text(f"{stage.node_id}{'*' if nodes[stage.node_id].emulated else ''}"),
-            Text(_layers(stage, profile)),
+            Text(layers_of(stage, profile)),
             f"{format_bytes(stage.memory_needed_bytes)} / {format_bytes(stage.memory_available_bytes)}",
             f"{1000 * stage.compute_s:.2f}",
             str(stage.max_in_flight),
         )
     return table
-
-
-def _layers(stage: StagePlan, profile: ModelProfile) -> str:
-    units = profile.units[stage.first_unit : stage.last_unit]
-    labels = list(dict.fromkeys(unit.label for unit in units if unit.label))
-    if len(labels) < 2:
-        return "".join(labels)
-    parent, dot, _ = labels[0].rpartition(".")
-    return f"{labels[0]} .. {labels[-1].removeprefix(parent + dot)}"
 
 
 def print_result(console: Console, run: Run, *, model_line: str) -> None:

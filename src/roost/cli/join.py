@@ -72,7 +72,8 @@ async def _serve(config: AgentConfig, directory: Path, *, address: str, token: s
             hint="Join with a node token ('roost token --role node') and another --name.",
         )
     # Only now, so that a wrong token is told at once: importing torch takes seconds.
-    from roost.agent.service import Agent, profile_node
+    from roost.agent.hardware import profile_node
+    from roost.agent.service import Agent
 
     config = dataclasses.replace(config, node_id=enrolment.credentials.peer_id)
     profile = await asyncio.to_thread(profile_node, config)

@@ -1,4 +1,4 @@
-"""`roost`: coordinator, token, join, train, status, demo."""
+"""`roost`: coordinator, token, join, train, plan, status, demo."""
 
 from __future__ import annotations
 
@@ -132,6 +132,45 @@ def train(
     set_up_logging(verbose)
     chosen = command.choose_pool(pool, token=token or os.environ.get("ROOST_TOKEN", ""), nodes=nodes, local_nodes=local)
     command.run_script(script, list(context.args), chosen, wait_s=wait)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def plan(
+    context: typer.Context,
+    script: Annotated[Path | None, typer.Argument(help="Python file that calls roost.train(job); it runs up to there.")] = None,
+    pool_file: Annotated[Path | None, typer.Option(help="YAML file of imagined nodes and links; no network is used.")] = None,
+    pool: Annotated[str, typer.Option(help="host:port of a coordinator: plan for the nodes that have joined it.")] = "",
+    token: Annotated[str, typer.Option(help="One-time requester token, the first time. Also read from ROOST_TOKEN.")] = "",
+    nodes: Annotated[int, typer.Option(help="Nodes to wait for.")] = 1,
+    local: Annotated[int, typer.Option(help="Plan for so many nodes on this machine.")] = 0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for nodes to join.")] = 120.0,
+    profile: Annotated[Path | None, typer.Option(help="Instead of a script: what --save-profile wrote.")] = None,
+    save_profile: Annotated[Path | None, typer.Option(help="Write the model's costs, to plan again at once.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the plan.")] = None,
+    advice: Annotated[bool, typer.Option(help="Plan for changed pools too, to see what would help.")] = True,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Show what a training script would get on a pool, and whether it is worth it. Nothing is trained."""
+    from roost.cli import plan as command
+
+    set_up_logging(verbose)
+    request = command.PlanCommand(
+        script=script,
+        arguments=tuple(context.args),
+        pool_file=pool_file,
+        address=pool,
+        token=token or (os.environ.get("ROOST_TOKEN", "") if pool else ""),
+        nodes=nodes,
+        local_nodes=local,
+        wait_s=wait,
+        profile=profile,
+        save_profile=save_profile,
+        svg=svg,
+        advice=advice,
+        json_output=json_output,
+    )
+    command.run(request)
 
 
 @app.command()

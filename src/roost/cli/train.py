@@ -45,7 +45,7 @@ def run_script(script: Path, arguments: list[str], pool: Pool | None, *, wait_s:
     sys.path.insert(0, str(script.resolve().parent))
     with stop_on_sigterm():
         try:
-            _execute(script, defaults)
+            execute(script, defaults)
             if not defaults.runs:
                 raise ScriptError(f"{script} ended without calling roost.train(job)")
             for run in defaults.runs:
@@ -64,7 +64,8 @@ def _announce(console: Console, pool: Pool | None, wait_s: float) -> None:
         console.print(f"pool: {pool.size} node(s), started on this machine")
 
 
-def _execute(script: Path, defaults: Defaults) -> None:
+def execute(script: Path, defaults: Defaults) -> None:
+    """Run `script` as its main program, with `defaults` set before. Raises ScriptError for what the script raises."""
     try:
         runpy.run_path(str(script), run_name="__main__")
     except RoostError:

@@ -33,7 +33,8 @@ from roost.types import EpochResult, LinkProfile, NodeProfile, Peer, Plan, Stage
 
 logger = logging.getLogger(__name__)
 
-PROBE_BYTES = 1 << 20
+PROBE_BYTES = 8 << 20
+"""The most that is sent at once to measure a link; a node sends less over a slow one."""
 END_DEADLINE_S = 5.0
 MAX_LEASES = 64
 """Leases one request may get."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from roost import messages as m
 from roost.config import CoordinatorConfig
 from roost.coordinator.job_runner import JobRunner
+from roost.coordinator.pool_planner import check_request, plan_for_pool
 from roost.coordinator.store import Store
 from roost.errors import (
     EmptyPoolError,
@@ -56,6 +57,8 @@ class Coordinator:
         self._joined = asyncio.Condition()
         self._job: JobRunner | None = None
         self._submission: Submission | None = None
+        self._planning: Submission | None = None
+        """A job whose plan is asked for, while links are measured and it is planned."""
         self._saved_plan = ""
         self._requester_heard = 0.0
 
@@ -93,6 +96,8 @@ class Coordinator:
                 return self._running(message.job_id).lease(sender.peer_id, message), []
             case m.SubmitJob():
                 return await self._submit(sender, message), []
+            case m.PlanRequest():
+                return await self._plan(sender, message), []
             case m.RequesterHeartbeat():
                 job = self._of_requester(sender, message.job_id)
                 self._requester_heard = time.monotonic()
@@ -214,8 +219,28 @@ class Coordinator:
         plan = await asyncio.shield(job.planned)
         return m.JobAccepted(plan=plan, nodes=job.nodes)
 
+    async def _plan(self, sender: Sender, message: m.PlanRequest) -> m.PoolPlan:
+        """Return what a job would get. Links are not measured while a job runs: that would slow it, and measure it."""
+        check_request(message)
+        self._refuse_if_busy()
+        submission = Submission(job_id=message.config.job_id, requester_id=sender.peer_id)
+        nodes = await self._wait_for_nodes(message, submission)
+        if message.torch_version:
+            self._check_versions(message.torch_version, nodes)
+        self._refuse_if_busy()
+        self._planning = submission
+        try:
+            return await plan_for_pool(message, nodes, self._transport, on_lost=self._node_unreachable)
+        finally:
+            self._planning = None
+
     def _refuse_if_busy(self) -> None:
         job = self._job
+        if self._planning is not None:
+            raise JobRefusedError(
+                f"the coordinator is busy: it measures links for a plan that {self._planning.requester_id} asked for",
+                hint="Try again in a few seconds.",
+            )
         if self._submission is not None:
             raise JobRefusedError(f"the coordinator is busy: job {self._submission.job_id} waits for nodes")
         if job is not None and not job.ended.is_set():
@@ -233,7 +258,7 @@ class Coordinator:
         async with self._joined:
             self._joined.notify_all()
 
-    async def _wait_for_nodes(self, message: m.SubmitJob, submission: Submission) -> list[NodeProfile]:
+    async def _wait_for_nodes(self, message: m.SubmitJob | m.PlanRequest, submission: Submission) -> list[NodeProfile]:
         wanted = max(1, message.wait_nodes)
         try:
             async with asyncio.timeout(message.wait_s), self._joined:

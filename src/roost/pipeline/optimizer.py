@@ -44,7 +44,7 @@ class StageOptimizer:
         self._parameters = dict(parameters)
         self._share = share
         self._config = config
-        self._optimizer = _build_optimizer(list(self._parameters.values()), config.optimizer)
+        self._optimizer = build_optimizer(list(self._parameters.values()), config.optimizer)
         self._schedule = None if config.schedule is None else _build_schedule(self._optimizer, config.schedule)
         with warnings.catch_warnings():
             # Replaying the schedule of a resumed run steps it before the first optimizer step, which torch warns of.
@@ -117,7 +117,7 @@ class StageOptimizer:
 def check_optimizer(config: JobConfig) -> None:
     """Raise InvalidConfigError, with torch's own message, if optimizer or schedule cannot be built and stepped."""
     parameter = Parameter(torch.zeros(1))
-    optimizer = _build_optimizer([parameter], config.optimizer)
+    optimizer = build_optimizer([parameter], config.optimizer)
     schedule = None if config.schedule is None else _build_schedule(optimizer, config.schedule)
     parameter.grad = torch.zeros(1)
     _call(config.optimizer, optimizer.step)
@@ -128,13 +128,14 @@ def check_optimizer(config: JobConfig) -> None:
 def _state_keys(arguments: NamedArguments) -> frozenset[str]:
     """Return the keys of the state the optimizer keeps per parameter."""
     parameter = Parameter(torch.zeros(1))
-    optimizer = _build_optimizer([parameter], arguments)
+    optimizer = build_optimizer([parameter], arguments)
     parameter.grad = torch.zeros(1)
     optimizer.step()
     return frozenset(optimizer.state[parameter])
 
 
-def _build_optimizer(parameters: list[Parameter], arguments: NamedArguments) -> Optimizer:
+def build_optimizer(parameters: list[Parameter], arguments: NamedArguments) -> Optimizer:
+    """Return the optimizer of torch.optim that `arguments` name. Raises InvalidConfigError with torch's own message."""
     if arguments.name not in OPTIMIZERS:
         raise InvalidConfigError(f"optimizer {arguments.name!r} is not one of {sorted(OPTIMIZERS)}")
     if arguments.as_dict().get("differentiable"):

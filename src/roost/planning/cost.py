@@ -1,10 +1,9 @@
-"""What units and links cost: prefix sums over the units, and the time bytes take between two nodes."""
+"""What units cost: prefix sums over the units of a model, for one job (docs/planning.md)."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,14 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from roost.config import JobConfig
-from roost.types import LinkProfile, ModelProfile, NodeProfile
+from roost.types import ModelProfile
 
 Floats = npt.NDArray[np.float64]
-
-DEFAULT_BYTES_PER_S = 12.5e6
-"""Assumed for links when none was measured: 100 Mbit/s."""
-DEFAULT_LATENCY_S = 1e-3
-"""Assumed for links when none was measured."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,10 +36,6 @@ class UnitCosts:
     crossing_bytes: Floats
     """Not a sum: bytes that cross the cut before unit u; at 0 the inputs and labels, at the end 0."""
     reference_flop_per_s: float
-
-    def compute_s(self, first: int, last: int, node: NodeProfile) -> float:
-        """Return the predicted seconds per micro-batch of units first .. last-1 on `node`."""
-        return float(self.seconds[last] - self.seconds[first]) * self.reference_flop_per_s / node.flop_per_s
 
 
 def unit_costs(profile: ModelProfile, config: JobConfig) -> UnitCosts:
@@ -92,38 +82,3 @@ def merge_units(costs: UnitCosts, limit: int) -> tuple[UnitCosts, tuple[int, ...
     chosen = np.asarray(places)
     arrays = {name: value[chosen] for name, value in vars(costs).items() if isinstance(value, np.ndarray)}
     return dataclasses.replace(costs, units=len(places) - 1, **arrays), tuple(places)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LinkTable:
-    """Every measured link, and what is assumed for the others: the median of those that were measured."""
-
-    known: dict[tuple[str, str], LinkProfile]
-    assumed_bytes_per_s: float
-    assumed_latency_s: float
-    uniform: bool
-    """True if all links are alike, so that the order of equal nodes cannot matter."""
-
-    def bytes_per_s(self, source: str, target: str) -> float:
-        link = self.known.get((source, target))
-        return self.assumed_bytes_per_s if link is None else link.bytes_per_s
-
-    def latency_s(self, source: str, target: str) -> float:
-        link = self.known.get((source, target))
-        return self.assumed_latency_s if link is None else link.latency_s
-
-    def seconds(self, source: str, target: str, size: float) -> float:
-        """Return the seconds until `size` bytes have arrived."""
-        return self.latency_s(source, target) + size / self.bytes_per_s(source, target)
-
-
-def link_table(links: Sequence[LinkProfile]) -> LinkTable:
-    """Return the table of `links`; without any, DEFAULT_BYTES_PER_S and DEFAULT_LATENCY_S are assumed."""
-    rates = [link.bytes_per_s for link in links]
-    latencies = [link.latency_s for link in links]
-    return LinkTable(
-        known={(link.source, link.target): link for link in links},
-        assumed_bytes_per_s=statistics.median(rates) if rates else DEFAULT_BYTES_PER_S,
-        assumed_latency_s=statistics.median(latencies) if latencies else DEFAULT_LATENCY_S,
-        uniform=len(set(rates)) <= 1 and len(set(latencies)) <= 1,
-    )

@@ -28,6 +28,8 @@ from roost.planning.cost import Floats, UnitCosts
 
 BUFFERED_TRANSFERS = 2
 """Transfers that are held at once at each end of a stage: one in use, one on its way."""
+IN_FLIGHT_LIMIT = 4096
+"""No stage needs more micro-batches in flight than this."""
 AVERAGING_COPIES = 2
 """Copies of the averaged tensors during a round: the snapshot, and the sum."""
 
@@ -82,13 +84,29 @@ class MemoryModel:
             self._matrices[key] = np.where(last > first, self.stage_bytes(first, last, max_in_flight, averaging), np.inf)
         return self._matrices[key]
 
-    def least_for_units(self, in_flight_bound: int, averaging: bool) -> Floats:
-        """Return for every unit the bytes of the smallest stage that holds it, shape (units,).
+    def most_in_flight(self, memory_bytes: npt.ArrayLike, averaging: bool) -> Floats:
+        """Return the most micro-batches in flight that fit in `memory_bytes`, for every pair, at most IN_FLIGHT_LIMIT; 0: none fits.
 
-        The last stage has one micro-batch in flight; any other has at least two, unless `in_flight_bound` (0: none) is one.
+        Shape: that of `memory_bytes`, then (units + 1, units + 1). The bytes grow with every micro-batch in flight by its
+        activations, and with every m-th by a weight version: so whole cycles of m are counted first, then the rest.
         """
-        least = self.matrix(2 if in_flight_bound != 1 else 1, averaging).copy()
-        least[:, -1] = self.matrix(1, averaging)[:, -1]
+        costs, m = self.costs, self.costs.micro_batches_per_batch
+        saved = costs.saved_bytes[None, :] - costs.saved_bytes[:, None]
+        version = costs.trainable_bytes[None, :] - costs.trainable_bytes[:, None]
+        left = np.asarray(memory_bytes, dtype=np.float64)[..., None, None] - self.matrix(1, averaging)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            cycles = np.floor(left / (m * saved + version))
+            cycles = np.where(np.isfinite(cycles), cycles, IN_FLIGHT_LIMIT)
+            cycles = np.clip(cycles, 0, IN_FLIGHT_LIMIT)
+            rest = left - cycles * (m * saved + version) - version
+            more = np.floor(rest / saved)
+            more = np.where(np.isfinite(more), more, m - 1)
+        more = np.where(rest < 0, 0, np.clip(more, 0, m - 1))
+        return np.where(left >= 0, np.minimum(1 + cycles * m + more, IN_FLIGHT_LIMIT), 0.0)
+
+    def least_for_units(self, averaging: bool) -> Floats:
+        """Return for every unit the bytes of the smallest stage that holds it with one micro-batch in flight, shape (units,)."""
+        least = self.matrix(1, averaging).copy()
         # Smallest over every stage that starts at or before unit u and ends after it.
         least = np.minimum.accumulate(least, axis=0)
         least = np.minimum.accumulate(least[:, ::-1], axis=1)[:, ::-1]

@@ -1,4 +1,4 @@
-"""From profiles to a plan: checks the pool, searches, and writes down what was found and why."""
+"""From profiles to a plan: checks the pool, searches, and hands what was found to be written down."""
 
 from __future__ import annotations
 
@@ -7,194 +7,228 @@ import math
 import random
 from collections.abc import Sequence
 
-from roost.config import JobConfig, format_bytes
+from roost.config import JobConfig, PlanningConfig, format_bytes
 from roost.errors import EmptyPoolError, InvalidConfigError, NodeTooSmallError, PlanningError, PoolTooSmallError
-from roost.planning.clusters import WORK_BUDGET, ClusterSearch
-from roost.planning.cost import LinkTable, UnitCosts, link_table, merge_units, unit_costs
+from roost.planning.cost import UnitCosts, merge_units, unit_costs
+from roost.planning.groups import EXACT_ORDER, Group, GroupResult, GroupSearch
+from roost.planning.local_search import LocalSearch
 from roost.planning.memory import MemoryModel, optimizer_copies
-from roost.planning.segments import make_segments
-from roost.planning.shares import data_shares
+from roost.planning.network import Network, make_network
+from roost.planning.partitions import Bounds, PartitionSearch
 from roost.planning.stages import ClusterCut, StageCutter
-from roost.types import ClusterPlan, LinkProfile, ModelProfile, NodeProfile, Plan, StagePlan
+from roost.planning.tables import TableMaker
+from roost.planning.writing import write_plan
+from roost.types import LinkProfile, ModelProfile, NodeProfile, Plan
 
-SEARCHED_UNITS = 64
-"""Models with more units are searched with neighbouring units merged; the cuts of the chosen clusters are then made exact."""
+SEARCHED_UNITS = ((8, 48), (40, 32), (10**9, 24))
+"""Up to how many nodes, models with more units than this are searched with neighbouring units merged; the chosen clusters are then
+cut between any two units."""
 SHORTAGE_PRECISION = 5e-3
 """How exactly a shortage of memory is searched for, relative to it."""
-QUICK_BUDGET = 15_000_000
-"""Work for a search that only asks whether there is some plan."""
+SMALL_BUDGET = 6_000_000_000
+LARGE_BUDGET = 150_000_000
+LARGE_BUDGET_PER_NODE = 800_000
+QUICK_BUDGET = 100_000_000
 
 
 def make_plan(
-    profile: ModelProfile, nodes: Sequence[NodeProfile], links: Sequence[LinkProfile], config: JobConfig, rng: random.Random
+    profile: ModelProfile,
+    nodes: Sequence[NodeProfile],
+    links: Sequence[LinkProfile],
+    config: JobConfig,
+    rng: random.Random,
+    *,
+    options: PlanningConfig | None = None,
 ) -> Plan:
-    """Return the plan with the highest predicted samples per second; equal inputs, `rng` included, give equal plans.
+    """Return the plan with the highest predicted value; equal inputs, `rng` included, give equal plans.
 
     Raises EmptyPoolError with fewer nodes than clusters, NodeTooSmallError if a unit fits on no node, PoolTooSmallError
     if the nodes together are too small.
     """
-    pool = tuple(sorted(nodes, key=lambda node: node.node_id))
-    _check_pool(pool, config)
-    costs = unit_costs(profile, config)
-    table = link_table(links)
-    fine = _cutter(costs, table, config)
-    _check_units(profile, pool, fine.memory, config)
-    coarse = _cutter(merge_units(costs, SEARCHED_UNITS)[0], table, config)
-    clusters = _search(pool, coarse, config, rng).best()
-    if clusters is not None and coarse.costs.units < fine.costs.units:
-        clusters = [_recut(cut, fine, len(clusters) > 1) for cut in clusters]
-    if clusters is None and coarse.costs.units < fine.costs.units:
-        clusters = _search(pool, fine, config, rng, quick=True).best()
-    if clusters is None:
-        raise _pool_too_small(pool, coarse, config)
-    return _write(profile, pool, fine, clusters, table)
+    planner = Planner.of(profile, nodes, links, config, options or PlanningConfig())
+    planner.check()
+    found = planner.search(rng)
+    if found is None:
+        raise planner.too_small()
+    return write_plan(profile, planner.fine, planner.exact_cuts(found))
 
 
-def _cutter(costs: UnitCosts, links: LinkTable, config: JobConfig) -> StageCutter:
-    memory = MemoryModel(costs=costs, optimizer_copies=optimizer_copies(config.optimizer))
-    return StageCutter(costs=costs, memory=memory, links=links, in_flight_bound=config.max_in_flight)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Planner:
+    """One model, pool and job, with the cost model over all units and over merged ones."""
 
+    profile: ModelProfile
+    config: JobConfig
+    fine: StageCutter
+    coarse: StageCutter
 
-def _search(
-    pool: tuple[NodeProfile, ...], cutter: StageCutter, config: JobConfig, rng: random.Random, *, quick: bool = False
-) -> ClusterSearch:
-    return ClusterSearch(
-        nodes=pool,
-        cutter=cutter,
-        min_clusters=config.min_clusters,
-        max_clusters=config.max_clusters,
-        rng=rng,
-        budget=QUICK_BUDGET if quick else WORK_BUDGET,
-    )
+    @classmethod
+    def of(
+        cls,
+        profile: ModelProfile,
+        nodes: Sequence[NodeProfile],
+        links: Sequence[LinkProfile],
+        config: JobConfig,
+        options: PlanningConfig,
+    ) -> Planner:
+        """Return the planner of a pool; the order of `nodes` and `links` does not matter."""
+        pool = tuple(sorted(nodes, key=lambda node: node.node_id))
+        names = [node.node_id for node in pool]
+        if len(set(names)) != len(names):
+            raise InvalidConfigError(f"two nodes have the same name: {names}", hint="Give every node a name of its own (--name).")
+        if not pool:
+            raise EmptyPoolError("no node has joined")
+        network = make_network(names, sorted(links, key=lambda link: (link.source, link.target, link.bytes_per_s, link.latency_s)))
+        costs = unit_costs(profile, config)
+        fine = _cutter(pool, network, costs, config, options)
+        limit = next(units for most, units in SEARCHED_UNITS if len(pool) <= most)
+        merged = merge_units(costs, limit)[0]
+        coarse = fine if merged.units == costs.units else _cutter(pool, network, merged, config, options)
+        return cls(profile=profile, config=config, fine=fine, coarse=coarse)
 
+    @property
+    def pool(self) -> tuple[NodeProfile, ...]:
+        return self.fine.nodes
 
-def _recut(cut: ClusterCut, fine: StageCutter, averaging: bool) -> ClusterCut:
-    """Return the best cut between any two units for nodes that were chosen, and ordered, on merged units."""
-    found = fine.cut(cut.nodes, averaging, polish=True)
-    assert found is not None, "every cut between merged units is a cut between units"
-    return found
+    @property
+    def bounds(self) -> Bounds:
+        slowest = self.fine.maker.options.slowest_cluster
+        return Bounds(least=self.config.min_clusters, most=self.config.max_clusters, slowest=slowest)
 
+    # ------------------------------------------------------------ searching
 
-# ------------------------------------------------------------ what cannot be planned
+    def search(self, rng: random.Random) -> list[tuple[int, ...]] | None:
+        """Return the orders of the clusters of the best plan found; None if none respects memory and bounds."""
+        groups = GroupSearch(cutter=self.coarse)
+        found = _partition(groups, self.bounds, rng, self.fine.maker.options.effort)
+        if found is None and self.coarse is not self.fine:
+            # Merged units are larger: nodes that are just large enough may need the finest cuts.
+            found = _partition(GroupSearch(cutter=self.fine), self.bounds, rng, 0.1)
+        return None if found is None else [result.order for result in found]
 
+    def exact_cuts(self, orders: Sequence[tuple[int, ...]]) -> list[ClusterCut]:
+        """Return the best cuts between any two units for these clusters, the fastest first."""
+        count, cuts = len(orders), []
+        for order in orders:
+            groups = GroupSearch(cutter=self.fine.part(order))
+            result = groups.of_order(range(len(order)), count)
+            assert result is not None, "every cut between merged units is a cut between units"
+            cuts.append(groups.cut_of(result, count))
+        return sorted(cuts, key=lambda cut: (cut.period_s, tuple(node.node_id for node in cut.nodes)))
 
-def _check_pool(pool: Sequence[NodeProfile], config: JobConfig) -> None:
-    names = [node.node_id for node in pool]
-    if len(set(names)) != len(names):
-        raise InvalidConfigError(f"two nodes have the same name: {names}", hint="Give every node a name of its own (--name).")
-    if not pool:
-        raise EmptyPoolError("no node has joined")
-    if len(pool) < config.min_clusters:
-        raise EmptyPoolError(f"{len(pool)} nodes cannot form the {config.min_clusters} clusters that min_clusters asks for")
+    # ------------------------------------------------------------ what cannot be planned
 
+    def check(self) -> None:
+        """Raise EmptyPoolError with fewer nodes than clusters, NodeTooSmallError for the unit furthest from fitting on the largest node."""
+        wanted = self.config.min_clusters
+        if len(self.pool) < wanted:
+            raise EmptyPoolError(f"{len(self.pool)} nodes cannot form the {wanted} clusters that min_clusters asks for")
+        least = self.fine.maker.memory.least_for_units(averaging=wanted > 1)
+        largest = max(self.pool, key=lambda node: node.memory_bytes)
+        worst = int(least.argmax())
+        needed = math.ceil(least[worst])
+        short = needed - largest.memory_bytes
+        if short > 0:
+            raise NodeTooSmallError(
+                f"'{self.profile.units[worst].label}' cannot be cut further and needs {exact_bytes(needed)}; the largest node, "
+                f"{largest.node_id}, lends {exact_bytes(largest.memory_bytes)}: {exact_bytes(short)} short",
+                short_bytes=short,
+            )
 
-def _check_units(profile: ModelProfile, pool: Sequence[NodeProfile], memory: MemoryModel, config: JobConfig) -> None:
-    """Raise NodeTooSmallError for the unit that is furthest from fitting on the largest node."""
-    least = memory.least_for_units(config.max_in_flight, averaging=config.min_clusters > 1)
-    largest = max(pool, key=lambda node: node.memory_bytes)
-    worst = int(least.argmax())
-    needed = math.ceil(least[worst])
-    short = needed - largest.memory_bytes
-    if short > 0:
-        raise NodeTooSmallError(
-            f"'{profile.units[worst].label}' cannot be cut further and needs {_exact(needed)}; the largest node, "
-            f"{largest.node_id}, lends {_exact(largest.memory_bytes)}: {_exact(short)} short",
-            short_bytes=short,
+    def too_small(self) -> PlanningError:
+        """Return the error that says how much memory is missing: how much more on each of the largest nodes would be enough."""
+        wanted = self.config.min_clusters
+        enlarged = sorted(self.pool, key=lambda node: -node.memory_bytes)[:wanted]
+        whole = float(self.fine.maker.memory.stage_bytes(0, self.fine.costs.units, 1, wanted > 1))
+        low, high = 0, math.ceil(whole) - min(node.memory_bytes for node in enlarged)
+        while high - low > max(1, high * SHORTAGE_PRECISION):
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._would_fit({node.node_id for node in enlarged}, middle) else (middle, high)
+        total = sum(node.memory_bytes for node in self.pool)
+        missing = high * len(enlarged)
+        names = ", ".join(sorted(node.node_id for node in enlarged))
+        clusters = "one cluster" if wanted == 1 else f"the {wanted} clusters that min_clusters asks for"
+        return PoolTooSmallError(
+            f"{len(self.pool)} nodes with {exact_bytes(total)} together cannot hold {clusters}, each with the whole model: "
+            f"{exact_bytes(missing)} short. It would fit with {exact_bytes(high)} more on {'each of ' if len(enlarged) > 1 else ''}{names}",
+            short_bytes=missing,
         )
 
-
-def _pool_too_small(pool: tuple[NodeProfile, ...], cutter: StageCutter, config: JobConfig) -> PlanningError:
-    """Return the error that says how much memory is missing: how much more on each of the largest nodes would be enough."""
-    enlarged = sorted(pool, key=lambda node: -node.memory_bytes)[: config.min_clusters]
-    whole = float(cutter.memory.stage_bytes(0, cutter.costs.units, 1, config.min_clusters > 1))
-    low, high = 0, math.ceil(whole) - min(node.memory_bytes for node in enlarged)
-    while high - low > max(1, high * SHORTAGE_PRECISION):
-        middle = (low + high) // 2
-        bigger = _enlarge(pool, {node.node_id for node in enlarged}, middle)
-        low, high = (low, middle) if _search(bigger, cutter, config, random.Random(0), quick=True).feasible() else (middle, high)
-    total = sum(node.memory_bytes for node in pool)
-    missing = high * len(enlarged)
-    names = ", ".join(sorted(node.node_id for node in enlarged))
-    return PoolTooSmallError(
-        f"{len(pool)} nodes with {_exact(total)} together cannot hold {_wanted(config)}, each with the whole model: "
-        f"{_exact(missing)} short. It would fit with {_exact(high)} more on {'each of ' if len(enlarged) > 1 else ''}{names}",
-        short_bytes=missing,
-    )
+    def _would_fit(self, names: set[str], extra: int) -> bool:
+        """Return True if a quick search finds a plan with that much more memory on each of these nodes."""
+        larger = tuple(
+            dataclasses.replace(node, memory_bytes=node.memory_bytes + extra) if node.node_id in names else node for node in self.pool
+        )
+        for cutter in (self.coarse, self.fine):
+            groups = GroupSearch(cutter=StageCutter(nodes=larger, maker=cutter.maker))
+            if _feasible(groups, self.bounds):
+                return True
+        return False
 
 
-def _wanted(config: JobConfig) -> str:
-    return "one cluster" if config.min_clusters == 1 else f"the {config.min_clusters} clusters that min_clusters asks for"
+def _cutter(pool: tuple[NodeProfile, ...], network: Network, costs: UnitCosts, config: JobConfig, options: PlanningConfig) -> StageCutter:
+    memory = MemoryModel(costs=costs, optimizer_copies=optimizer_copies(config.optimizer))
+    maker = TableMaker(costs=costs, memory=memory, network=network, config=config, options=options)
+    return StageCutter(nodes=pool, maker=maker)
 
 
-def _enlarge(pool: Sequence[NodeProfile], names: set[str], extra: int) -> tuple[NodeProfile, ...]:
-    return tuple(dataclasses.replace(node, memory_bytes=node.memory_bytes + extra) if node.node_id in names else node for node in pool)
+def _partition(groups: GroupSearch, bounds: Bounds, rng: random.Random, effort: float) -> tuple[GroupResult, ...] | None:
+    """Return the best partition found: exactly for small pools, step by step for large ones."""
+    nodes = groups.cutter.nodes
+    if len(nodes) <= EXACT_ORDER:
+        return PartitionSearch(groups=groups, bounds=bounds, budget=int(SMALL_BUDGET * effort)).best()
+    budget = int((LARGE_BUDGET + LARGE_BUDGET_PER_NODE * len(nodes)) * effort)
+    return _large(groups, bounds, rng, budget)
 
 
-def _exact(size: int) -> str:
+def _large(groups: GroupSearch, bounds: Bounds, rng: random.Random, budget: int) -> tuple[GroupResult, ...] | None:
+    """Return the better of the best single cluster and the best partition into several."""
+    candidates: list[tuple[GroupResult, ...]] = []
+    if bounds.allow(1):
+        single = LocalSearch(groups=groups, bounds=Bounds(least=1, most=1, slowest=0.0), rng=rng, budget=budget // 10, clusters=1).best()
+        candidates += [results for results in (_results(groups, single),) if results]
+    if bounds.most != 1:
+        several = LocalSearch(groups=groups, bounds=bounds, rng=rng, budget=budget, clusters=_likely_clusters(groups, bounds)).best()
+        candidates += [results for results in (_results(groups, _without_slow(groups, several, bounds)),) if results]
+    return max(candidates, key=lambda results: math.fsum(result.value for result in results), default=None)
+
+
+def _likely_clusters(groups: GroupSearch, bounds: Bounds) -> int:
+    """Return about how many clusters the pool's memory makes; only the bytes of a ring depend on it, and hardly."""
+    every = frozenset(range(len(groups.cutter.nodes)))
+    likely = max(2, min(len(every), int(groups.held(every, 2))), bounds.least)
+    return min(likely, bounds.most) if bounds.most else likely
+
+
+def _without_slow(groups: GroupSearch, partition: Sequence[Group] | None, bounds: Bounds) -> list[Group] | None:
+    """Return the partition without the clusters that are too slow to be in a plan with the others."""
+    if partition is None:
+        return None
+    rated = [(result.period_s, group) for group in partition if (result := groups.rough(group, max(2, len(partition)))) is not None]
+    rated.sort(key=lambda entry: (entry[0], sorted(entry[1])))
+    while rated and not bounds.balanced([period for period, _ in rated]):
+        rated.pop()
+    return [group for _, group in rated]
+
+
+def _results(groups: GroupSearch, partition: Sequence[Group] | None) -> tuple[GroupResult, ...] | None:
+    """Return what the groups reach in a plan of that many clusters, exactly where they are small; None if one does not fit."""
+    if not partition:
+        return None
+    found = [groups.exact(group, len(partition)) for group in partition]
+    complete = tuple(result for result in found if result is not None)
+    return complete if len(complete) == len(found) else None
+
+
+def _feasible(groups: GroupSearch, bounds: Bounds) -> bool:
+    """Return True if a quick search finds some partition that respects memory and bounds."""
+    if len(groups.cutter.nodes) <= EXACT_ORDER:
+        return PartitionSearch(groups=groups, bounds=bounds, budget=QUICK_BUDGET).feasible()
+    clusters = max(1, bounds.least)
+    search = LocalSearch(groups=groups, bounds=bounds, rng=random.Random(0), budget=QUICK_BUDGET, clusters=clusters)
+    return search.feasible()
+
+
+def exact_bytes(size: int) -> str:
     """Return a size for people with its exact number of bytes."""
     return f"{format_bytes(size)} ({size} bytes)"
-
-
-# ------------------------------------------------------------ writing the plan down
-
-
-def _write(
-    profile: ModelProfile, pool: Sequence[NodeProfile], cutter: StageCutter, clusters: Sequence[ClusterCut], links: LinkTable
-) -> Plan:
-    averaging = len(clusters) > 1
-    rates = [cutter.costs.micro_batch_size / cut.period_s for cut in clusters]
-    plans = tuple(
-        ClusterPlan(
-            index=index,
-            stages=_stages(profile, cutter, index, cut, averaging),
-            share=share,
-            samples_per_s=rate,
-            bottleneck=cut.bottleneck,
-        )
-        for index, (cut, rate, share) in enumerate(zip(clusters, rates, data_shares(rates), strict=True))
-    )
-    used = {node.node_id for cut in clusters for node in cut.nodes}
-    unused = [node for node in pool if node.node_id not in used]
-    notes = [f"cluster {plan.index} is bound by the {plan.bottleneck}: {plan.samples_per_s:.0f} samples/s" for plan in plans]
-    notes += [_why_unused(node, cutter, averaging) for node in unused]
-    return Plan(
-        clusters=plans,
-        segments=make_segments(profile, clusters, links),
-        backups=tuple(node.node_id for node in unused),
-        samples_per_s=math.fsum(rates),
-        notes=tuple(notes),
-    )
-
-
-def _stages(profile: ModelProfile, cutter: StageCutter, cluster: int, cut: ClusterCut, averaging: bool) -> tuple[StagePlan, ...]:
-    stages = []
-    for index, node in enumerate(cut.nodes):
-        first, last = cut.cuts[index], cut.cuts[index + 1]
-        needed = float(cutter.memory.stage_bytes(first, last, cut.in_flight[index], averaging))
-        stages.append(
-            StagePlan(
-                cluster=cluster,
-                index=index,
-                node_id=node.node_id,
-                first_unit=first,
-                last_unit=last,
-                start=profile.units[first].start,
-                stop=profile.units[last - 1].stop,
-                max_in_flight=cut.in_flight[index],
-                memory_needed_bytes=math.ceil(needed),
-                memory_available_bytes=node.memory_bytes,
-                compute_s=cut.compute_s[index],
-                send_s=cut.send_s[index],
-            )
-        )
-    return tuple(stages)
-
-
-def _why_unused(node: NodeProfile, cutter: StageCutter, averaging: bool) -> str:
-    smallest = math.ceil(cutter.memory.least_for_units(cutter.in_flight_bound, averaging).min())
-    if node.memory_bytes < smallest:
-        return (
-            f"{node.node_id} is a backup: the smallest stage needs {_exact(smallest)} and it lends {_exact(node.memory_bytes)}, "
-            f"{_exact(smallest - node.memory_bytes)} short"
-        )
-    return f"{node.node_id} is a backup: no cluster would gain from it, so using it would not raise the predicted samples per second"

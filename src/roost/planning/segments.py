@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from roost.planning.cost import LinkTable
+from roost.planning.network import Network
 from roost.planning.stages import ClusterCut
 from roost.types import ModelProfile, SegmentPlan, TensorRecord
 
@@ -13,7 +13,7 @@ EXHAUSTIVE_RING = 7
 """Rings up to this size are put in the best order by trying all; larger ones by always going on to the nearest."""
 
 
-def make_segments(profile: ModelProfile, clusters: Sequence[ClusterCut], links: LinkTable) -> tuple[SegmentPlan, ...]:
+def make_segments(profile: ModelProfile, clusters: Sequence[ClusterCut], network: Network) -> tuple[SegmentPlan, ...]:
     """Return the segments in the order of the graph; together they hold every averaged tensor exactly once.
 
     A slice without averaged tensors makes no segment; one with several dtypes makes one segment per dtype, so that each
@@ -34,7 +34,7 @@ def make_segments(profile: ModelProfile, clusters: Sequence[ClusterCut], links: 
                     index=len(segments),
                     tensors=tuple(tensor.name for tensor in tensors),
                     nbytes=sum(tensor.nbytes for tensor in tensors),
-                    members=ring_order(owners, links),
+                    members=ring_order(owners, network),
                 )
             )
     return tuple(segments)
@@ -48,22 +48,22 @@ def _owner(cluster: ClusterCut, unit: int) -> str:
     raise IndexError(f"unit {unit} is not in {cluster.cuts}")
 
 
-def ring_order(owners: Sequence[str], links: LinkTable) -> tuple[str, ...]:
+def ring_order(owners: Sequence[str], network: Network) -> tuple[str, ...]:
     """Return the owners so that the slowest link from one to the next is as fast as can be; the first stays first."""
-    if links.uniform or len(owners) < 3:
+    if network.uniform or len(owners) < 3:
         return tuple(owners)
     if len(owners) <= EXHAUSTIVE_RING:
         orders = ((owners[0], *rest) for rest in itertools.permutations(owners[1:]))
-        return max(orders, key=lambda order: _ring_speed(order, links))
+        return max(orders, key=lambda order: _ring_speed(order, network))
     ring, left = [owners[0]], list(owners[1:])
     while left:
-        nearest = max(left, key=lambda name: links.bytes_per_s(ring[-1], name))
+        nearest = max(left, key=lambda name: network.bytes_per_s(ring[-1], name))
         left.remove(nearest)
         ring.append(nearest)
     return tuple(ring)
 
 
-def _ring_speed(order: Sequence[str], links: LinkTable) -> tuple[float, float]:
+def _ring_speed(order: Sequence[str], network: Network) -> tuple[float, float]:
     """Return what makes a ring good: the bytes per second of its slowest link, then little latency all the way round."""
     hops = list(zip(order, [*order[1:], order[0]], strict=True))
-    return min(links.bytes_per_s(*hop) for hop in hops), -sum(links.latency_s(*hop) for hop in hops)
+    return min(network.bytes_per_s(*hop) for hop in hops), -sum(network.latency_s(*hop) for hop in hops)

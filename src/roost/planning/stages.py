@@ -1,22 +1,52 @@
-"""The best cut of the model for nodes in a given order, by dynamic programming over the units."""
+"""The best cut of the model for nodes in a given order: the least period that their computation, links and memory allow.
+
+For a given period T the cut is found exactly, by dynamic programming from the last stage to the first. The state is the first
+unit of the stage, its value the shortest round trip R from there to the end of the pipeline: a shorter one needs fewer
+micro-batches in flight at all earlier stages, and so less of their memory. The least feasible T is found by bisection.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from roost.planning.cost import Floats, LinkTable, UnitCosts
-from roost.planning.memory import MemoryModel
+from roost.planning.cost import Floats, UnitCosts
+from roost.planning.memory import older_versions
+from roost.planning.tables import StageTables, TableMaker
 from roost.types import NodeProfile
 
-BALANCE_WEIGHT = 1e-3
-"""Among cuts with the same slowest stage the least traffic wins; this little weight on balance decides between equals."""
-SLACK = 1e-9
-"""Relative rounding error that is forgiven when two times are compared."""
+Orders = npt.NDArray[np.intp]
+"""Nodes by their place in the pool, in the order of their stages, shape (orders, stages)."""
+
+Places = npt.NDArray[np.intp]
+
 SHORTEST_PERIOD_S = 1e-9
 """Predicted for a model that costs nothing, so that rates stay finite."""
+SLACK = 1e-9
+"""Relative rounding error that is forgiven when two times are compared."""
+TRACED = 3
+"""Of the orders that can keep a period, so many are cut to see what they really reach."""
+BALANCE_WEIGHT = 1e-2
+"""Among cuts with the same period the least traffic wins; this little weight on balance decides between near equals."""
+EXACT = 1e-7
+"""Relative precision of a period that counts as exact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """One of the things that a cluster's period cannot be shorter than."""
+
+    seconds: float
+    node_id: str
+    kind: str
+    """'compute', 'uplink', 'downlink', 'link' or 'round trip'."""
+    name: str
+    """For people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,150 +59,326 @@ class ClusterCut:
     in_flight: tuple[int, ...]
     period_s: float
     """Seconds between two micro-batches."""
+    staleness: int
+    """Largest staleness at any stage, in updates: older weight versions of the first."""
+    value: float
+    """Samples per second, less what staleness and absent nodes take from them (docs/planning.md)."""
     compute_s: tuple[float, ...]
     send_s: tuple[float, ...]
-    bottleneck: str
+    limits: tuple[Limit, ...]
+    """What bounds the period, slowest first."""
+
+    @property
+    def bottleneck(self) -> str:
+        return self.limits[0].name
 
     @property
     def stages(self) -> int:
         return len(self.nodes)
 
 
-def stage_in_flight(index: int, stages: int, bound: int) -> int:
-    """Return the micro-batches in flight that keep stage `index` busy, at most `bound` (0: no bound)."""
-    return min(stages - index, bound) if bound else stages - index
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PeriodProbe:
+    """Looks for cuts that keep one period on a few nodes, which are numbered from 0 here.
+
+    All of a round trip has headroom but the first stage's own compute: so what is kept for the stages that follow is with
+    headroom throughout.
+    """
+
+    compute: Floats
+    """Seconds by [node, first, last]."""
+    limit: Floats
+    """Longest round trip that the micro-batches which fit in memory hide, by [node, first, last]; -1 if the stage is too slow."""
+    hop: Floats
+    """Seconds there and back with headroom by [node, next node, first unit of the next]; infinite if too slow."""
+    headroom: float
+    first_limit: float
+    """Longest round trip from a first stage."""
+
+    def tail(self, orders: Orders, tail: Floats | None, *, first: bool) -> Floats:
+        """Return the shortest round trip from the first node of each order to the last, by its first unit.
+
+        The orders are ends of pipelines; `tail` is the same for them without their first nodes, None if they have no other.
+        Shape (orders, units + 1), or (orders, 1) if `first`: then the nodes are first stages.
+        """
+        nodes = orders[:, 0]
+        if tail is None:
+            compute, limit = self.compute[nodes, :, -1], self.limit[nodes, :, -1]
+            if first:
+                compute, limit = compute[:, :1], np.minimum(limit[:, :1], self.first_limit)
+            return np.where(compute <= limit, compute if first else self.headroom * compute, np.inf)
+        beyond = self.hop[nodes, orders[:, 1]] + tail
+        if first:
+            need = self.compute[nodes, 0] + beyond
+            need[need > np.minimum(self.limit[nodes, 0], self.first_limit)] = np.inf
+            return np.asarray(need.min(axis=1)[:, None])
+        need = self._with_headroom(nodes, beyond)
+        shortest = need.min(axis=2)
+        shortest[:, 0] = np.inf
+        return np.asarray(shortest)
+
+    def _with_headroom(self, nodes: Places, beyond: Floats) -> Floats:
+        compute = self.compute[nodes]
+        need = compute + beyond[:, None, :]
+        late = need > self.limit[nodes]
+        if self.headroom > 1:
+            need += (self.headroom - 1) * compute
+        need[late] = np.inf
+        return need
+
+    def round_trips(self, orders: Orders) -> Floats:
+        """Return the shortest round trip of each order, shape (orders,); infinite if it cannot keep the period."""
+        tail: Floats | None = None
+        for stage in range(orders.shape[1] - 1, -1, -1):
+            tail = self.tail(orders[:, stage:], tail, first=stage == 0)
+        assert tail is not None, "an order has at least one node"
+        return np.asarray(tail[:, 0])
+
+    def cuts(self) -> tuple[int, ...] | None:
+        """Return the cuts with the shortest round trip for the nodes in their own order, or None if there are none."""
+        count, units = self.compute.shape[0], self.compute.shape[1] - 1
+        order = np.arange(count)[None, :]
+        tails: list[Floats] = []
+        for stage in range(count - 1, -1, -1):
+            tails.append(self.tail(order[:, stage:], tails[-1] if tails else None, first=stage == 0))
+        if not np.isfinite(tails[-1][0, 0]):
+            return None
+        cuts = [0]
+        for stage, tail in zip(range(count - 1), reversed(tails[:-1]), strict=True):
+            need = self.compute[stage, cuts[-1]] + self.hop[stage, stage + 1] + tail[0]
+            limit = self.limit[stage, cuts[-1]] if stage else np.minimum(self.limit[0, 0], self.first_limit)
+            extra = (self.headroom - 1) * self.compute[stage, cuts[-1]] if stage else 0.0
+            cuts.append(int(np.argmin(np.where(need <= limit, need + extra, np.inf))))
+        return (*cuts, units)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageCutter:
-    """Cuts one model for nodes in a given order."""
+    """Cuts one model for nodes of one pool, in a given order."""
 
-    costs: UnitCosts
-    memory: MemoryModel
-    links: LinkTable
-    in_flight_bound: int
-    """JobConfig.max_in_flight: 0 means none."""
+    nodes: tuple[NodeProfile, ...]
+    maker: TableMaker
+    _tables: dict[int, StageTables] = field(default_factory=dict)
 
-    def cut(self, nodes: Sequence[NodeProfile], averaging: bool, *, polish: bool = False) -> ClusterCut | None:
-        """Return the cut whose slowest stage or hop is fastest, or None if no cut respects every node's memory.
+    @property
+    def costs(self) -> UnitCosts:
+        return self.maker.costs
 
-        `polish` also picks, among the cuts that are equally fast, one that sends little and is balanced.
-        """
-        if len(nodes) > self.costs.units:
-            return None
-        stage_costs = [self._stage_seconds(nodes, index, averaging) for index in range(len(nodes))]
-        found = _minimise_slowest(stage_costs)
-        if found is None:
-            return None
-        slowest, cuts = found
-        if polish:
-            limit = slowest * (1 + SLACK)
-            weights = [self._traffic(nodes, index, slowest) for index in range(len(nodes))]
-            cuts = _minimise_sum([np.where(cost <= limit, weight, np.inf) for cost, weight in zip(stage_costs, weights, strict=True)])
-        return self._predict(tuple(nodes), cuts)
+    def part(self, places: Sequence[int]) -> StageCutter:
+        """Return a cutter for some of the nodes, in that order: its tables are small."""
+        maker = dataclasses.replace(self.maker, network=self.maker.network.part(places))
+        return StageCutter(nodes=tuple(self.nodes[place] for place in places), maker=maker)
 
-    def in_flight(self, index: int, stages: int) -> int:
-        """Return StagePlan.max_in_flight."""
-        return stage_in_flight(index, stages, self.in_flight_bound)
+    def tables(self, clusters: int) -> StageTables:
+        """Return the tables for a plan of that many clusters, made when first asked for."""
+        if clusters not in self._tables:
+            self._tables[clusters] = self.maker.tables(self.nodes, clusters, range(len(self.nodes)))
+        return self._tables[clusters]
 
-    def _stage_seconds(self, nodes: Sequence[NodeProfile], index: int, averaging: bool) -> Floats:
-        """Return the seconds per micro-batch that stage `index` is busy, per (first, last); infinite where memory is short."""
-        busy = np.maximum(self._compute(nodes[index]), self._sending(nodes, index))
-        needed = self.memory.matrix(self.in_flight(index, len(nodes)), averaging)
-        return np.where(needed <= nodes[index].memory_bytes, busy, np.inf)
+    # ------------------------------------------------------------ one period
 
-    def _compute(self, node: NodeProfile) -> Floats:
-        seconds = self.costs.seconds
-        return (seconds[None, :] - seconds[:, None]) * (self.costs.reference_flop_per_s / node.flop_per_s)
-
-    def _sending(self, nodes: Sequence[NodeProfile], index: int) -> Floats:
-        """Return the seconds the uplink is busy: values to the next stage and gradients to the one before share it."""
-        crossing, me = self.costs.crossing_bytes, nodes[index].node_id
-        back = crossing / self.links.bytes_per_s(me, nodes[index - 1].node_id) if index else np.zeros_like(crossing)
-        last = index == len(nodes) - 1
-        onward = np.zeros_like(crossing) if last else crossing / self.links.bytes_per_s(me, nodes[index + 1].node_id)
-        return np.asarray(back[:, None] + onward[None, :], dtype=np.float64)
-
-    def _traffic(self, nodes: Sequence[NodeProfile], index: int, slowest: float) -> Floats:
-        balance = BALANCE_WEIGHT * self._compute(nodes[index]) ** 2 / slowest if slowest > 0 else 0.0
-        return np.asarray(self._sending(nodes, index) + balance, dtype=np.float64)
-
-    def _predict(self, nodes: tuple[NodeProfile, ...], cuts: tuple[int, ...]) -> ClusterCut:
-        """Return the prediction: a micro-batch every `period_s`, the slowest of computing, sending, and the round trips.
-
-        Stage s may have F_s micro-batches in flight, so it cannot start more than F_s of them per round trip (its own compute
-        and that of all later stages, and every hop there and back): that binds when links are slow or F is small.
-        """
-        count = len(nodes)
-        compute = [self.costs.compute_s(cuts[k], cuts[k + 1], nodes[k]) for k in range(count)]
-        in_flight = tuple(self.in_flight(k, count) for k in range(count))
-        send = [self._hop(nodes, cuts, k, k + 1) for k in range(count - 1)]
-        back = [self._hop(nodes, cuts, k + 1, k) for k in range(count - 1)]
-        limits = [(seconds, f"compute of {node.node_id}") for seconds, node in zip(compute, nodes, strict=True)]
-        limits += [self._sending_limit(nodes, cuts, k) for k in range(count)] if count > 1 else []
-        for k, node in enumerate(nodes):
-            trip = sum(compute[k:]) + sum(send[k:]) + sum(back[k:])
-            what = f"round trip from {node.node_id} with {in_flight[k]} in flight"
-            limits.append((trip / in_flight[k] * (1 - SLACK), what))
-        period, bottleneck = max(limits, key=lambda limit: limit[0])
-        return ClusterCut(
-            nodes=nodes,
-            cuts=cuts,
-            in_flight=in_flight,
-            period_s=max(period, SHORTEST_PERIOD_S),
-            compute_s=tuple(compute),
-            send_s=(*send, 0.0),
-            bottleneck=bottleneck,
+    def probe(self, members: Sequence[int], clusters: int, period_s: float, staleness: int | None = None) -> PeriodProbe:
+        """Return what can look for cuts that keep `period_s` on these nodes; `staleness` caps what the first stage keeps in flight."""
+        tables, network, crossing = self.tables(clusters), self.maker.network, self.maker.crossing
+        chosen = np.asarray(members, dtype=np.intp)
+        rate, latency = network.rate[chosen][:, chosen], network.latency[chosen][:, chosen]
+        both = (1 / rate + 1 / rate.T)[:, :, None] * crossing + (latency + latency.T)[:, :, None]
+        slowest = crossing / np.minimum(rate, rate.T)[:, :, None]
+        longest = period_s * (1 + SLACK)
+        most = tables.most_in_flight[chosen]
+        limit = np.maximum(most, 1.0) * longest
+        limit[(most < 1) | (tables.busy[chosen] > longest)] = -1.0
+        return PeriodProbe(
+            compute=tables.compute[chosen],
+            limit=limit,
+            hop=np.where(slowest <= longest, self.maker.options.headroom * both, np.inf),
+            headroom=self.maker.options.headroom,
+            first_limit=math.inf if staleness is None else self._in_flight_at(staleness) * longest,
         )
 
-    def _sending_limit(self, nodes: Sequence[NodeProfile], cuts: Sequence[int], k: int) -> tuple[float, str]:
-        """Return the seconds per micro-batch that node k's uplink is busy, and the name of its slower link."""
-        me, crossing = nodes[k].node_id, self.costs.crossing_bytes
-        neighbours = [(k - 1, cuts[k]), (k + 1, cuts[k + 1])]
-        parts = [
-            (float(crossing[cut]) / self.links.bytes_per_s(me, nodes[other].node_id), f"link {me} -> {nodes[other].node_id}")
-            for other, cut in neighbours
-            if 0 <= other < len(nodes)
-        ]
-        return sum(seconds for seconds, _ in parts), max(parts)[1]
+    def _in_flight_at(self, staleness: int) -> int:
+        return 1 + staleness * self.costs.micro_batches_per_batch
 
-    def _hop(self, nodes: Sequence[NodeProfile], cuts: Sequence[int], source: int, target: int) -> float:
-        size = float(self.costs.crossing_bytes[cuts[max(source, target)]])
-        return self.links.seconds(nodes[source].node_id, nodes[target].node_id, size)
+    # ------------------------------------------------------------ the least period
+
+    def round_trips(self, orders: Orders, clusters: int, period_s: float, staleness: int | None = None) -> Floats:
+        """Return the shortest round trip of each order at that period, shape (orders,); infinite if the period is too short."""
+        members, local = np.unique(orders, return_inverse=True)
+        return self.probe(members.tolist(), clusters, period_s, staleness).round_trips(local.reshape(orders.shape))
+
+    def cuts_at(self, order: Sequence[int], clusters: int, period_s: float, staleness: int | None = None) -> tuple[int, ...] | None:
+        """Return the cuts with the shortest round trip at that period, or None if there are none."""
+        return self.probe(order, clusters, period_s, staleness).cuts()
+
+    def best(
+        self,
+        orders: Orders,
+        clusters: int,
+        *,
+        least_s: float,
+        below_s: float = math.inf,
+        staleness: int | None = None,
+        precision: float = EXACT,
+    ) -> tuple[int, float] | None:
+        """Return the row of the order with the least period, and that period, to `precision`; None if none is below `below_s`.
+
+        `least_s` is a period that none can be below.
+        """
+        low = max(least_s, SHORTEST_PERIOD_S)
+        bound = below_s * (1 - SLACK) if math.isfinite(below_s) else math.inf
+        feasible = np.flatnonzero(np.isfinite(self.round_trips(orders, clusters, bound, staleness)))
+        if not feasible.size:
+            return None
+        row, orders, rows, high, step, verify = int(feasible[0]), orders[feasible], feasible, bound, 0.02, False
+        if not math.isfinite(bound):
+            high, row = min((self._reached(orders[place], clusters, math.inf, staleness), int(rows[place])) for place in range(len(rows)))
+        while high > low * (1 + precision):
+            middle = math.sqrt(low * high)
+            # From below in growing steps first: most groups come near what their computation allows. Then by halves; what was
+            # found may be the least already, so a period just below it is tried first.
+            tried = high * (1 - precision) if verify else min(low * (1 + step), middle)
+            if not low < tried < high:
+                break
+            feasible = np.flatnonzero(np.isfinite(self.round_trips(orders, clusters, tried, staleness)))
+            if not feasible.size:
+                low, step, verify = tried, step * 3, False
+                continue
+            orders, rows, step, verify = orders[feasible], rows[feasible], math.inf, not verify
+            reached = [self._reached(order, clusters, tried, staleness) for order in orders[: TRACED if precision <= EXACT else 1]]
+            best = int(np.argmin(reached))
+            row, high = int(rows[best]), min(tried, reached[best])
+        return row, high
+
+    def _reached(self, order: Sequence[int], clusters: int, period_s: float, staleness: int | None) -> float:
+        """Return the period that the cuts found for `period_s` really have: that or less."""
+        cuts = self.cuts_at(order, clusters, period_s, staleness)
+        assert cuts is not None, "only for a period that the order can keep"
+        tables = self.tables(clusters)
+        trips, hops = self._trips(order, cuts, clusters)
+        busy = max(float(tables.busy[place, cuts[k], cuts[k + 1]]) for k, place in enumerate(order))
+        waiting = max(trip / _needed(trip, period_s) for trip in trips)
+        return max(busy, waiting, SHORTEST_PERIOD_S, *hops)
+
+    # ------------------------------------------------------------ what given cuts reach
+
+    def value(self, order: Sequence[int], period_s: float, staleness: int) -> float:
+        """Return samples per second, less what staleness and absent nodes take from them."""
+        reliability = math.prod(self.nodes[place].reliability for place in order)
+        return self.costs.micro_batch_size / period_s / (1 + self.maker.options.staleness_cost * staleness) * reliability
+
+    def at(self, order: Sequence[int], cuts: tuple[int, ...], clusters: int, period_s: float) -> ClusterCut:
+        """Return what these cuts reach with as many micro-batches in flight as `period_s` needs."""
+        limits, in_flight, compute, send = self._limits(tuple(order), cuts, clusters, period_s)
+        period = max(max(limit.seconds for limit in limits), SHORTEST_PERIOD_S)
+        staleness = older_versions(in_flight[0], self.costs.micro_batches_per_batch)
+        return ClusterCut(
+            nodes=tuple(self.nodes[place] for place in order),
+            cuts=cuts,
+            in_flight=in_flight,
+            period_s=period,
+            staleness=staleness,
+            value=self.value(order, period, staleness),
+            compute_s=compute,
+            send_s=send,
+            limits=tuple(limits),
+        )
+
+    def balanced(self, cut: ClusterCut, clusters: int) -> ClusterCut | None:
+        """Return the cut with the same period and depth that sends least and is most balanced; None if the search finds none."""
+        order = [self._places()[node.node_id] for node in cut.nodes]
+        tables, network, crossing = self.tables(clusters), self.maker.network, self.maker.crossing
+        limit = cut.period_s * (1 + SLACK)
+        best = np.full(self.costs.units + 1, np.inf)
+        best[0] = 0.0
+        choices = []
+        for k, place in enumerate(order):
+            compute = tables.compute[place]
+            weight = BALANCE_WEIGHT * compute * (compute / cut.period_s)
+            fits = (tables.busy[place] <= limit) & (tables.most_in_flight[place] >= cut.in_flight[k])
+            if k < len(order) - 1:
+                there, back = network.rate[place, order[k + 1]], network.rate[order[k + 1], place]
+                fits &= (crossing / min(there, back) <= limit)[None, :]
+                weight = weight + (crossing / there + crossing / back)[None, :]
+            total = best[:, None] + np.where(fits, weight, np.inf)
+            choices.append(np.argmin(total, axis=0))
+            best = np.min(total, axis=0)
+        if not np.isfinite(best[-1]):
+            return None
+        cuts = [self.costs.units]
+        for chosen in reversed(choices):
+            cuts.append(int(chosen[cuts[-1]]))
+        return self.predict(cut.nodes, tuple(reversed(cuts)), clusters)
+
+    def _places(self) -> dict[str, int]:
+        return self.maker.network.places
+
+    def predict(self, nodes: Sequence[NodeProfile], cuts: tuple[int, ...], clusters: int) -> ClusterCut | None:
+        """Return the best that `nodes` in this order reach with the model cut there; None if their memory does not suffice.
+
+        The period is the least at which every stage has the memory for the micro-batches it needs in flight, unless
+        a little longer one with less staleness is worth more.
+        """
+        order = tuple(self._places()[node.node_id] for node in nodes)
+        tables = self.tables(clusters)
+        stages = [(place, cuts[k], cuts[k + 1]) for k, place in enumerate(order)]
+        most = [int(tables.most_in_flight[stage]) for stage in stages]
+        if min(most) < 1:
+            return None
+        m = self.costs.micro_batches_per_batch
+        trips, hops = self._trips(order, cuts, clusters)
+        waiting = [trip / bound for trip, bound in zip(trips, most, strict=True)]
+        least = max(SHORTEST_PERIOD_S, *(float(tables.busy[stage]) for stage in stages), *hops, *waiting)
+        candidates = [least]
+        unbounded = older_versions(_needed(trips[0], least), m)
+        candidates += [max(least, trips[0] / self._in_flight_at(staleness)) for staleness in range(unbounded)]
+        return max((self.at(order, cuts, clusters, period) for period in candidates), key=lambda cut: (cut.value, -cut.staleness))
+
+    def _trips(self, order: Sequence[int], cuts: tuple[int, ...], clusters: int) -> tuple[list[float], list[float]]:
+        """Return the round trip from every stage with headroom (term 5), and the seconds of every flow (term 2)."""
+        tables, network, rho = self.tables(clusters), self.maker.network, self.maker.options.headroom
+        trips, hops, beyond = [], [], 0.0
+        for k in range(len(order) - 1, -1, -1):
+            if k < len(order) - 1:
+                size = float(self.maker.crossing[cuts[k + 1]])
+                for ends in ((order[k], order[k + 1]), (order[k + 1], order[k])):
+                    hops.append(size / float(network.rate[ends]))
+                    beyond += float(network.latency[ends]) + hops[-1]
+            own = float(tables.compute[order[k], cuts[k], cuts[k + 1]])
+            trips.append(own + rho * beyond)
+            beyond += own
+        return trips[::-1], hops
+
+    def _limits(
+        self, order: tuple[int, ...], cuts: tuple[int, ...], clusters: int, period_s: float
+    ) -> tuple[list[Limit], tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+        """Return what bounds the period, slowest first, and per stage the micro-batches in flight, compute and sending seconds."""
+        tables, network, names = self.tables(clusters), self.maker.network, [self.nodes[place].node_id for place in order]
+        trips, _ = self._trips(order, cuts, clusters)
+        in_flight = tuple(_needed(trip, period_s) for trip in trips)
+        limits: list[Limit] = []
+        compute, send = [], []
+        for k, (place, name) in enumerate(zip(order, names, strict=True)):
+            compute.append(float(tables.compute[place, cuts[k], cuts[k + 1]]))
+            limits.append(Limit(seconds=compute[-1], node_id=name, kind="compute", name=f"compute of {name}"))
+            lines = self.maker.line_seconds(place, cuts[k], cuts[k + 1], clusters)
+            limits += [
+                Limit(seconds=seconds, node_id=name, kind=kind, name=f"{kind} of {name}")
+                for kind, seconds in zip(("uplink", "downlink"), lines, strict=True)
+            ]
+            if k < len(order) - 1:
+                size = float(self.maker.crossing[cuts[k + 1]])
+                there, back = float(network.rate[place, order[k + 1]]), float(network.rate[order[k + 1], place])
+                send.append(float(network.latency[place, order[k + 1]]) + size / there)
+                limits.append(Limit(seconds=size / there, node_id=name, kind="link", name=f"link {name} -> {names[k + 1]}"))
+                limits.append(Limit(seconds=size / back, node_id=names[k + 1], kind="link", name=f"link {names[k + 1]} -> {name}"))
+            waiting = trips[k] / in_flight[k]
+            what = f"round trip from {name} with {in_flight[k]} in flight"
+            limits.append(Limit(seconds=waiting, node_id=name, kind="round trip", name=what))
+        # Of equals the first is named: computation before lines before links before round trips.
+        limits.sort(key=lambda limit: -limit.seconds * (1 - SLACK if limit.kind == "round trip" else 1))
+        return limits, in_flight, tuple(compute), (*send, 0.0)
 
 
-def _minimise_slowest(stage_costs: Sequence[Floats]) -> tuple[float, tuple[int, ...]] | None:
-    """Return the least possible maximum over stages of stage_costs[k][first, last], and its cuts; None if none is finite."""
-    places = stage_costs[0].shape[0]
-    best = np.full(places, np.inf)
-    best[0] = 0.0
-    choices = []
-    for cost in stage_costs:
-        total = np.maximum(best[:, None], cost)
-        chosen = np.argmin(total, axis=0)
-        best = total[chosen, np.arange(places)]
-        choices.append(chosen)
-    if not np.isfinite(best[-1]):
-        return None
-    return float(best[-1]), _trace(choices)
-
-
-def _minimise_sum(stage_weights: Sequence[Floats]) -> tuple[int, ...]:
-    """Return the cuts with the least sum over stages of stage_weights[k][first, last]; one must be finite."""
-    places = stage_weights[0].shape[0]
-    best = np.full(places, np.inf)
-    best[0] = 0.0
-    choices = []
-    for weight in stage_weights:
-        total = best[:, None] + weight
-        chosen = np.argmin(total, axis=0)
-        best = total[chosen, np.arange(places)]
-        choices.append(chosen)
-    return _trace(choices)
-
-
-def _trace(choices: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.intp]]]) -> tuple[int, ...]:
-    cuts = [choices[-1].shape[0] - 1]
-    for chosen in reversed(choices):
-        cuts.append(int(chosen[cuts[-1]]))
-    return tuple(reversed(cuts))
+def _needed(trip_s: float, period_s: float) -> int:
+    """Return the micro-batches in flight that hide a round trip."""
+    return max(1, math.ceil(trip_s / period_s * (1 - SLACK)))

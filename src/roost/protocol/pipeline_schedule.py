@@ -1,6 +1,6 @@
 """Which computation a stage does next: the zero-bubble asynchronous schedule (arXiv 2401.01728, section on asynchronous
-model parallelism). No flush: a stage goes backward as soon as it can, and forward whenever the bound on in-flight
-micro-batches lets it.
+model parallelism). No flush: a stage goes forward whenever the bound on in-flight micro-batches lets it, and backward as soon
+as it can; where both wait it does one of each in turn (docs/decisions/0004).
 """
 
 from __future__ import annotations
@@ -124,6 +124,7 @@ class PipelineSchedule:
         self._forward_version: dict[int, int] = {}  # updates done here when it went forward; until its update
         self._batch_numbers: list[int] = []  # micro-batches of the current batch whose backward is done
         self._update_due: int | None = None
+        self._backward_last = False
         self._last_training: MicroBatch | None = None
         self._updates = 0
 
@@ -211,13 +212,15 @@ class PipelineSchedule:
         if self._update_due is not None:
             staleness = tuple(self._updates - self._forward_version[number] for number in self._batch_numbers)
             return RunUpdate(batch=self._update_due, staleness=staleness)
-        if self._in_flight and self._gradients[self._in_flight[0].number] == self._targets:
+        waiting = self._headers.get(self._next_number)
+        forward = waiting is not None and waiting.training and self._complete(waiting.number) and self.in_flight < self._max_in_flight
+        backward = bool(self._in_flight) and self._gradients[self._in_flight[0].number] == self._targets
+        if backward and not (forward and self._backward_last):
             return RunBackward(micro_batch=self._in_flight[0])
         evaluations = [number for number, header in self._headers.items() if not header.training and self._complete(number)]
         if evaluations:
             return RunEvaluation(micro_batch=self._headers[min(evaluations)])
-        waiting = self._headers.get(self._next_number)
-        if waiting is not None and waiting.training and self._complete(waiting.number) and self.in_flight < self._max_in_flight:
+        if forward and waiting is not None:
             self._check_order(waiting)
             return RunForward(micro_batch=waiting)
         return None
@@ -227,6 +230,8 @@ class PipelineSchedule:
 
     def _begin(self, chosen: Computation) -> None:
         self._outstanding = chosen
+        if isinstance(chosen, RunForward | RunBackward):
+            self._backward_last = isinstance(chosen, RunBackward)
         if isinstance(chosen, RunUpdate | RunBackward):
             return
         number = chosen.micro_batch.number

@@ -31,9 +31,13 @@ class Meter:
     async def sending(self, nbytes: int) -> None:
         """Count bytes that are about to be sent, after waiting until the uplink would have let them through."""
         if self._shaped:
-            wait = self._bucket.reserve(nbytes, asyncio.get_running_loop().time())
-            if wait > 0:
-                await asyncio.sleep(wait)
+            clock = asyncio.get_running_loop().time
+            now = clock()
+            for piece in self._bucket.pieces(nbytes):
+                # From when the piece before should have left, not from when the timer fired: lateness does not add up.
+                now += self._bucket.reserve(piece, now)
+                if (wait := now - clock()) > 0:
+                    await asyncio.sleep(wait)
         self._bytes_sent += nbytes
 
     def received(self, nbytes: int) -> None:

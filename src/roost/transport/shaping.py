@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-BURST_S = 0.005
+from collections.abc import Iterator
+
+BURST_S = 0.01
 """Seconds of unused rate that may be saved up: it pays for timers that fire late."""
+
+
+PACKET_BYTES = 16 << 10
+"""Least that is reserved at once."""
+PIECE_S = 0.005
+"""Seconds of the rate that are reserved at once, if that is more: timers are not finer than that."""
 
 
 class TokenBucket:
@@ -13,6 +21,16 @@ class TokenBucket:
         """A rate of 0 means no limit."""
         self._bytes_per_s = bytes_per_s
         self._free_at = float("-inf")
+
+    def pieces(self, nbytes: int) -> Iterator[int]:
+        """Yield sizes that add up to `nbytes`, to be reserved one after the other.
+
+        Whoever shares the uplink reserves in between, as packets of several connections take turns on a real line: a
+        large message does not hold up small ones until all of it has left.
+        """
+        step = max(PACKET_BYTES, int(PIECE_S * self._bytes_per_s))
+        for sent in range(0, nbytes, step):
+            yield min(step, nbytes - sent)
 
     def reserve(self, nbytes: int, now: float) -> float:
         """Take room for `nbytes` and return the seconds from `now` until the last of them has left."""

@@ -71,3 +71,16 @@ def test_overhead_is_taken_from_every_unit_and_leaves_the_total(times: list[floa
     assert all(0 <= after <= before for after, before in zip(found, times, strict=True))
     assert sum(found) == pytest.approx(min(total, sum(times)), rel=1e-6, abs=1e-9)
     assert sorted(range(len(times)), key=times.__getitem__) == sorted(range(len(times)), key=lambda index: (found[index], times[index]))
+
+
+def test_updates_are_measured_where_there_are_parameters_and_with_an_optimizer_only() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    x, y = torch.randn(8, 16), torch.randn(8, 4)
+    captured = capture(model, nn.MSELoss(), (x,), (y,))
+    before = {key: item.clone() for key, item in captured.tensors.items()}
+    found = profile(captured, (x,), (y,), reference_flop_per_s=1e9, make_optimizer=torch.optim.AdamW, repeats=1)
+    first, tanh, second = found.units[:3]
+    assert first.update_s + second.update_s > 0 and tanh.update_s == 0
+    assert all(torch.equal(before[key], item) for key, item in captured.tensors.items())
+    without = profile(captured, (x,), (y,), reference_flop_per_s=1e9, repeats=1)
+    assert all(unit.update_s == 0 for unit in without.units)

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from roost.pipeline.probe import free_memory_bytes, measure
+from roost.pipeline.probe import free_memory_bytes, measure, update_bytes_per_s
 
 
 def test_the_probe_reports_both_speeds_and_their_geometric_mean():
@@ -18,3 +18,9 @@ def test_the_probe_reports_both_speeds_and_their_geometric_mean():
 
 def test_some_memory_is_free():
     assert free_memory_bytes("cpu") > 0
+
+
+def test_the_rate_of_updates_is_measured_and_threads_are_put_back():
+    threads = torch.get_num_threads()
+    assert update_bytes_per_s(1, "cpu", budget_s=0.01) > 0
+    assert torch.get_num_threads() == threads

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from roost.transport.meter import Meter
-from roost.transport.shaping import BURST_S, TokenBucket
+from roost.transport.shaping import BURST_S, PACKET_BYTES, PIECE_S, TokenBucket
 
 
 def test_without_a_rate_nothing_waits() -> None:
@@ -44,3 +44,27 @@ def test_a_meter_counts_both_directions() -> None:
 
     traffic = asyncio.run(scene()).traffic
     assert (traffic.bytes_sent, traffic.messages_sent, traffic.bytes_received, traffic.messages_received) == (10, 1, 25, 1)
+
+
+def test_pieces_add_up_and_take_a_few_milliseconds_each() -> None:
+    pieces = list(TokenBucket(100_000_000).pieces(2_000_001))
+    assert sum(pieces) == 2_000_001
+    assert max(pieces) == 100_000_000 * PIECE_S
+    assert list(TokenBucket(1000).pieces(2 * PACKET_BYTES + 1)) == [PACKET_BYTES, PACKET_BYTES, 1]
+
+
+def test_a_large_message_does_not_hold_up_small_ones_until_all_of_it_has_left() -> None:
+    async def scene() -> tuple[float, float]:
+        meter = Meter(10_000_000)
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        large = asyncio.create_task(meter.sending(4_000_000))
+        await asyncio.sleep(0)
+        await meter.sending(1000)
+        small_s = clock() - begun
+        await large
+        return small_s, clock() - begun
+
+    small_s, large_s = asyncio.run(scene())
+    assert small_s < large_s / 2
+    assert large_s > 0.4 - 2 * BURST_S

@@ -1,0 +1,247 @@
+"""The cost model of docs/planning.md, written a second time from the page: what judges the planner shares no code with it.
+
+Everything is vectorised: nodes and units may be arrays of any shapes that broadcast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from roost.config import JobConfig, NamedArguments, PlanningConfig
+from roost.types import LinkProfile, ModelProfile, NodeProfile
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Indices = int | Ints
+
+MOST_IN_FLIGHT = 4096
+"""More in flight than any pool of this benchmark needs: a stage whose node could hold as many is not bound by memory."""
+ROUNDING = 1e-9
+"""Relative error that is forgiven before a ratio is rounded up."""
+SHORTEST_PERIOD_S = 1e-9
+KEPT_BY_OPTIMIZER = {"AdamW": 2, "Adam": 2, "SGD": 0}
+"""Tensors per parameter, for the optimizers of this benchmark (without momentum)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluation:
+    """What ordered, cut clusters reach, one row each."""
+
+    period_s: Floats
+    """Infinite where a stage does not fit."""
+    in_flight: Ints
+    """Shape (rows, stages)."""
+    samples_per_s: Floats
+    value: Floats
+    """Samples per second less staleness and unreliability (the page's value of a plan, for one cluster)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PageCosts:
+    """The symbols of the page for one model, pool and job."""
+
+    names: tuple[str, ...]
+    """Node ids; nodes are indices into it from here on."""
+    units: int
+    b: int
+    m: int
+    optimizer_copies: int
+    interval: int
+    rho: float
+    kappa: float
+    g: float
+    slowest_cluster: float
+    in_flight_bound: int
+    W: Floats
+    """Prefix sums over units, shape (units + 1,), of seconds; then of bytes: held, trainable, averaged, saved."""
+    held: Floats
+    Q: Floats
+    A: Floats
+    saved: Floats
+    x: Floats
+    ratio: Floats
+    """P_ref / P_n of every node."""
+    update_s_per_byte: Floats
+    h: Floats
+    w: Floats
+    memory: Floats
+    reliability: Floats
+    up: Floats
+    down: Floats
+    r: Floats
+    """Shape (nodes, nodes), infinite on the diagonal."""
+    latency: Floats
+
+    def compute(self, n: Indices, u: Indices, v: Indices) -> Floats:
+        """Return c_k (1 of the page) for units u .. v-1 on node n."""
+        n, u, v = np.asarray(n), np.asarray(u), np.asarray(v)
+        messages = 2 * ((u > 0).astype(np.float64) + (v < self.units)) + 2
+        wire = self.bytes_in(u, v) + self.bytes_out(u, v)
+        update = (3 + self.optimizer_copies) * (self.Q[v] - self.Q[u]) * self.update_s_per_byte[n] / self.m
+        return np.asarray((self.W[v] - self.W[u]) * self.ratio[n] + update + messages * self.h[n] + wire * self.w[n])
+
+    def bytes_in(self, u: Indices, v: Indices) -> Floats:
+        return np.asarray(self.x[u] + self.x[v])
+
+    def bytes_out(self, u: Indices, v: Indices) -> Floats:
+        return np.asarray(self.x[v] + np.where(np.asarray(u) > 0, self.x[u], 0.0))
+
+    def busy(self, n: Indices, u: Indices, v: Indices, clusters: int) -> Floats:
+        """Return the longest of compute, uplink and downlink (1, 3 and 4 of the page)."""
+        sent, received = self.line_bytes(u, v, clusters)
+        return np.maximum(self.compute(n, u, v), np.maximum(sent / self.up[n], received / self.down[n]))
+
+    def line_bytes(self, u: Indices, v: Indices, clusters: int) -> tuple[Floats, Floats]:
+        """Return the bytes that an uplink and a downlink carry per micro-batch, averaging included."""
+        averaging = 2 * (clusters - 1) / clusters * (self.A[v] - self.A[u]) * self.g / (self.interval * self.m)
+        out, into = self.bytes_out(u, v), self.bytes_in(u, v)
+        return np.minimum(out + averaging, 2 * out), np.minimum(into + averaging, 2 * into)
+
+    def flow(self, before: Indices, after: Indices, u: Indices) -> Floats:
+        """Return the longer of the two flows over a hop that cuts before unit u (2 of the page)."""
+        return np.asarray(self.x[u] / np.minimum(self.r[before, after], self.r[after, before]))
+
+    def hop(self, before: Indices, after: Indices, u: Indices) -> Floats:
+        """Return what a hop adds to the round trip: both latencies and both flows."""
+        flows = self.x[u] / self.r[before, after] + self.x[u] / self.r[after, before]
+        return np.asarray(self.latency[before, after] + self.latency[after, before] + flows)
+
+    def memory_needed(self, u: Indices, v: Indices, in_flight: npt.ArrayLike, averaging: bool) -> Floats:
+        """Return the bytes of a stage with so many micro-batches in flight."""
+        u, v, in_flight = np.asarray(u), np.asarray(v), np.asarray(in_flight)
+        versions = np.ceil((in_flight - 1) / self.m)
+        trainable = (1 + self.optimizer_copies + versions) * (self.Q[v] - self.Q[u])
+        ends = 2 * (np.where(u == 0, self.m, 1) * self.x[u] + self.x[v])
+        needed = self.held[v] - self.held[u] + trainable + in_flight * (self.saved[v] - self.saved[u]) + ends
+        return np.asarray(needed + (2 * (self.A[v] - self.A[u]) if averaging else 0.0))
+
+    def most_in_flight(self, n: Indices, u: Indices, v: Indices, averaging: bool) -> Floats:
+        """Return the most micro-batches that a stage can have in flight: 0 if it does not fit, at most MOST_IN_FLIGHT."""
+        n, u, v = np.broadcast_arrays(n, u, v)
+        limit = self.memory[n]
+        low = np.zeros(n.shape)
+        step = MOST_IN_FLIGHT
+        while step >= 1:
+            higher = low + step
+            fits = (higher <= MOST_IN_FLIGHT) & (self.memory_needed(u, v, higher, averaging) <= limit)
+            low = np.where(fits, higher, low)
+            step //= 2
+        return np.minimum(low, self.in_flight_bound) if self.in_flight_bound else low
+
+    def evaluate(self, orders: Ints, cuts: Ints, clusters: int) -> Evaluation:
+        """Return the most each row can be worth in a plan of so many clusters: orders (rows or 1, stages), cuts (rows, stages + 1).
+
+        The period is the least that memory allows, or a longer one if less staleness is worth more.
+        """
+        orders = np.broadcast_to(orders, (cuts.shape[0], orders.shape[1]))
+        limit, trips = self._limits(orders, cuts, clusters)
+        most = self.most_in_flight(orders, cuts[:, :-1], cuts[:, 1:], clusters > 1)
+        with np.errstate(divide="ignore"):
+            least = np.maximum(limit, (trips / most).max(axis=1))
+        best = self._reached(orders, least, trips)
+        staleness = 0
+        while True:
+            longer = np.maximum(least, trips[:, 0] / (staleness * self.m + 1))
+            other = self._reached(orders, longer, trips)
+            better = other.value > best.value
+            best = Evaluation(
+                period_s=np.where(better, other.period_s, best.period_s),
+                in_flight=np.where(better[:, None], other.in_flight, best.in_flight),
+                samples_per_s=np.where(better, other.samples_per_s, best.samples_per_s),
+                value=np.where(better, other.value, best.value),
+            )
+            if np.all(longer <= least):
+                return best
+            staleness += 1
+
+    def evaluate_depths(self, order: Ints, cuts: Ints, clusters: int, in_flight: Ints) -> Evaluation:
+        """Return what one cluster reaches with just so many micro-batches in flight at each stage; memory is not looked at."""
+        limit, trips = self._limits(order[None, :], cuts[None, :], clusters)
+        return self._reached(order[None, :], np.maximum(limit, (trips / in_flight).max(axis=1)), trips, in_flight[None, :])
+
+    def _limits(self, orders: Ints, cuts: Ints, clusters: int) -> tuple[Floats, Floats]:
+        """Return the longest of 1 to 4 of the page, shape (rows,), and the round trips R_k (5), shape (rows, stages)."""
+        u, v = cuts[:, :-1], cuts[:, 1:]
+        limit = np.maximum(self.busy(orders, u, v, clusters).max(axis=1), SHORTEST_PERIOD_S)
+        compute = self.compute(orders, u, v)
+        trips, beyond = compute.copy(), np.zeros(len(cuts))
+        for k in range(orders.shape[1] - 2, -1, -1):
+            before, after, cut = orders[:, k], orders[:, k + 1], v[:, k]
+            limit = np.maximum(limit, self.flow(before, after, cut))
+            beyond = beyond + self.hop(before, after, cut) + compute[:, k + 1]
+            trips[:, k] += self.rho * beyond
+        return limit, trips
+
+    def _reached(self, orders: Ints, period: Floats, trips: Floats, in_flight: Ints | None = None) -> Evaluation:
+        """Return what each row has at a period, with the least in flight that hides its round trips unless they are given."""
+        fits = np.isfinite(period)
+        if in_flight is None:
+            ratio = trips / np.where(fits, period, 1.0)[:, None]
+            in_flight = np.maximum(1, np.ceil(ratio * (1 - ROUNDING))).astype(np.int64)
+        staleness = np.ceil((in_flight[:, 0] - 1) / self.m)
+        rate = np.where(fits, self.b / period, 0.0)
+        value = rate / (1 + self.kappa * staleness) * self.reliability[orders].prod(axis=1)
+        return Evaluation(period_s=period, in_flight=in_flight, samples_per_s=rate, value=value)
+
+
+def page_costs(
+    profile: ModelProfile, nodes: Sequence[NodeProfile], links: Sequence[LinkProfile], config: JobConfig, options: PlanningConfig
+) -> PageCosts:
+    """Return the symbols of the page; every pair of nodes must have its links."""
+    scale = config.micro_batch_size / profile.micro_batch_size
+    units = profile.units
+    crossing = np.asarray([profile.input_bytes, *(unit.crossing_bytes for unit in units[:-1]), 0], dtype=np.float64)
+    names = tuple(node.node_id for node in nodes)
+    rate, latency = _link_arrays(names, links)
+    finite = np.where(np.isfinite(rate), rate, 0.0)
+    return PageCosts(
+        names=names,
+        units=len(units),
+        b=config.micro_batch_size,
+        m=math.ceil(config.batch_size / config.micro_batch_size),
+        optimizer_copies=_kept(config.optimizer),
+        interval=config.averaging_interval,
+        rho=options.headroom,
+        kappa=options.staleness_cost,
+        g=options.averaging_compression,
+        slowest_cluster=options.slowest_cluster,
+        in_flight_bound=config.max_in_flight,
+        W=_sums([(unit.forward_s + unit.backward_s) * scale for unit in units]),
+        held=_sums([unit.tensor_bytes for unit in units]),
+        Q=_sums([unit.trainable_bytes for unit in units]),
+        A=_sums([sum(tensor.nbytes for tensor in unit.tensors if tensor.averaged) for unit in units]),
+        saved=_sums([math.ceil(unit.saved_bytes * scale) for unit in units]),
+        x=crossing * scale * options.activation_compression,
+        ratio=profile.reference_flop_per_s / np.asarray([node.flop_per_s for node in nodes]),
+        update_s_per_byte=np.asarray([1 / node.memory_bytes_per_s if node.memory_bytes_per_s else 0.0 for node in nodes]),
+        h=np.asarray([node.message_s for node in nodes]),
+        w=np.asarray([node.wire_s_per_byte for node in nodes]),
+        memory=np.asarray([node.memory_bytes for node in nodes], dtype=np.float64),
+        reliability=np.asarray([node.reliability for node in nodes]),
+        up=finite.max(axis=1),
+        down=finite.max(axis=0),
+        r=rate,
+        latency=latency,
+    )
+
+
+def _sums(values: Sequence[float]) -> Floats:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, dtype=np.float64))])
+
+
+def _kept(optimizer: NamedArguments) -> int:
+    return KEPT_BY_OPTIMIZER[optimizer.name] + int(bool(optimizer.as_dict().get("momentum")))
+
+
+def _link_arrays(names: tuple[str, ...], links: Sequence[LinkProfile]) -> tuple[Floats, Floats]:
+    place = {name: index for index, name in enumerate(names)}
+    rate, latency = np.full((len(names), len(names)), np.inf), np.zeros((len(names), len(names)))
+    for link in links:
+        rate[place[link.source], place[link.target]] = link.bytes_per_s
+        latency[place[link.source], place[link.target]] = link.latency_s
+    return rate, latency

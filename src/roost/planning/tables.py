@@ -1,0 +1,136 @@
+"""What every possible stage costs on every node of a pool: the terms of docs/planning.md that need no neighbour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from roost.config import JobConfig, PlanningConfig
+from roost.planning.cost import Floats, UnitCosts
+from roost.planning.memory import MemoryModel
+from roost.planning.network import Network
+from roost.types import NodeProfile
+
+MESSAGES_PER_NEIGHBOUR = 2
+"""A micro-batch makes a stage exchange a value and a gradient with each neighbour."""
+MESSAGES_PER_MICRO_BATCH = 2
+"""And its share of leases, data, completion and reports."""
+UPDATE_PASSES = 3
+"""An optimizer step reads the gradient and the parameter and writes the parameter, besides its own state."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageTables:
+    """Costs of stage first .. last-1 on every node, by [node, first, last], dtype float64; for one number of clusters.
+
+    Where last <= first a stage is impossible: it is busy for ever and fits no micro-batch.
+    """
+
+    compute: Floats
+    """Seconds of compute per micro-batch (term 1)."""
+    busy: Floats
+    """Seconds per micro-batch of the slowest of compute, uplink and downlink (terms 1, 3 and 4)."""
+    most_in_flight: Floats
+    """Micro-batches in flight that fit in the node's memory and the job's bound; 0 if none."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TableMaker:
+    """Makes the tables of one model, pool and job."""
+
+    costs: UnitCosts
+    memory: MemoryModel
+    network: Network
+    config: JobConfig
+    options: PlanningConfig
+
+    def tables(self, nodes: Sequence[NodeProfile], clusters: int, places: Sequence[int]) -> StageTables:
+        """Return the tables of `nodes`, which have these places in the network, in a plan of that many clusters."""
+        compute = self._compute(nodes)
+        sent, received = self.sent_bytes(), self.received_bytes()
+        averaged = self.averaged_bytes(clusters)
+        chosen = np.asarray(places, dtype=np.intp)
+        uplink = shared_line(sent, averaged, self.network.up[chosen])
+        downlink = shared_line(received, averaged, self.network.down[chosen])
+        most = self.memory.most_in_flight([node.memory_bytes for node in nodes], clusters > 1)
+        if self.config.max_in_flight:
+            most = np.minimum(most, self.config.max_in_flight)
+        impossible = ~np.triu(np.ones(compute.shape[1:], dtype=bool), k=1)
+        busy = np.maximum(np.maximum(compute, uplink), downlink)
+        compute[:, impossible] = 0.0
+        busy[:, impossible] = np.inf
+        return StageTables(compute=compute, busy=busy, most_in_flight=most)
+
+    @cached_property
+    def crossing(self) -> Floats:
+        """Bytes on the wire that cross the cut before each unit, shape (units + 1,)."""
+        return np.asarray(self.costs.crossing_bytes * self.options.activation_compression, dtype=np.float64)
+
+    def sent_bytes(self) -> Floats:
+        """Return the bytes per micro-batch that a stage sends to its neighbours, by [first, last]."""
+        crossing = self.crossing
+        back = np.where(np.arange(crossing.shape[0]) > 0, crossing, 0.0)
+        return np.asarray(back[:, None] + crossing[None, :], dtype=np.float64)
+
+    def received_bytes(self) -> Floats:
+        """Return the bytes per micro-batch that a stage receives from its neighbours, at the first stage the data, by [first, last]."""
+        return np.asarray(self.crossing[:, None] + self.crossing[None, :], dtype=np.float64)
+
+    def line_bytes(self, first: int, last: int, clusters: int) -> tuple[float, float, float]:
+        """Return the bytes per micro-batch that a stage sends and receives as a pipeline, and those of averaging (each way)."""
+        crossing, averaged = self.crossing, self._averaging_share(clusters) * self.costs.averaged_bytes
+        before, after = float(crossing[first]), float(crossing[last])
+        return (before if first else 0.0) + after, before + after, float(averaged[last] - averaged[first])
+
+    def line_seconds(self, place: int, first: int, last: int, clusters: int) -> tuple[float, float]:
+        """Return the seconds per micro-batch that the uplink and the downlink of a stage are busy (terms 3 and 4)."""
+        sent, received, averaged = self.line_bytes(first, last, clusters)
+        up, down = float(self.network.up[place]), float(self.network.down[place])
+        return min(sent + averaged, 2 * sent) / up, min(received + averaged, 2 * received) / down
+
+    def round_bytes(self, first: int, last: int, clusters: int) -> float:
+        """Return the bytes that a stage sends (and receives) in one averaging round."""
+        updates = self.config.averaging_interval * self.costs.micro_batches_per_batch
+        averaged = self.costs.averaged_bytes
+        return self._averaging_share(clusters) * updates * float(averaged[last] - averaged[first])
+
+    def averaged_bytes(self, clusters: int) -> Floats:
+        """Return the bytes per micro-batch that a stage sends (and receives) for averaging at the interval asked for, by [first, last]."""
+        each = self.costs.averaged_bytes * self._averaging_share(clusters)
+        return np.asarray(each[None, :] - each[:, None], dtype=np.float64)
+
+    def _averaging_share(self, clusters: int) -> float:
+        """Return the bytes per micro-batch and per averaged byte that a ring of that many members sends."""
+        updates = self.config.averaging_interval * self.costs.micro_batches_per_batch
+        return 2 * (clusters - 1) / clusters * self.options.averaging_compression / updates
+
+    def _compute(self, nodes: Sequence[NodeProfile]) -> Floats:
+        costs, memory = self.costs, self.memory
+        work = costs.seconds[None, :] - costs.seconds[:, None]
+        updated = costs.trainable_bytes[None, :] - costs.trainable_bytes[:, None]
+        updated = updated * ((UPDATE_PASSES + memory.optimizer_copies) / costs.micro_batches_per_batch)
+        units = np.arange(costs.units + 1)
+        neighbours = (units > 0).astype(np.float64)[:, None] + (units < costs.units).astype(np.float64)[None, :]
+        messages = MESSAGES_PER_NEIGHBOUR * neighbours + MESSAGES_PER_MICRO_BATCH
+        wired = self.sent_bytes() + self.received_bytes()
+
+        def each(values: Sequence[float]) -> Floats:
+            return np.asarray(values, dtype=np.float64)[:, None, None]
+
+        compute = work * each([costs.reference_flop_per_s / node.flop_per_s for node in nodes])
+        compute = compute + updated * each([1 / node.memory_bytes_per_s if node.memory_bytes_per_s else 0.0 for node in nodes])
+        compute = compute + messages * each([node.message_s for node in nodes])
+        return np.asarray(compute + wired * each([node.wire_s_per_byte for node in nodes]), dtype=np.float64)
+
+
+def shared_line(piped: Floats, averaged: Floats, bytes_per_s: Floats) -> Floats:
+    """Return the seconds per micro-batch that a line is busy, by [node, first, last].
+
+    Averaging slows the pipeline's own bytes, but never to less than half of the line: where it cannot keep up with its
+    interval it takes longer instead.
+    """
+    least = np.minimum(piped + averaged, 2 * piped)
+    return np.asarray(least[None, :, :] / bytes_per_s[:, None, None], dtype=np.float64)

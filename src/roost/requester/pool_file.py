@@ -1,0 +1,354 @@
+"""A pool that somebody imagines, from a YAML file: nodes, links, and settings of the job. Nothing is measured, nobody is asked.
+
+nodes:
+  - {name: desk, memory: 8GB, speed: 2.0, up_mbit: 40, down_mbit: 200, latency_ms: 10}
+  - {name: laptop, memory: 4GB, gflops: 50, count: 3}
+links:
+  - {between: [desk, laptop], mbit: 1000, latency_ms: 0.3}
+job:
+  micro_batch_size: 8
+
+docs/plan.md has every field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roost.config import IDENTIFIER, JobConfig, parse_bytes
+from roost.errors import InvalidConfigError
+from roost.types import LinkProfile, NodeProfile
+
+MAX_FILE_BYTES = 1 << 18
+MAX_DEPTH = 8
+MAX_NODES = 1024
+DEFAULT_MBIT = 1000.0
+"""Up and down, of a node that says nothing: a wired home network."""
+DEFAULT_LATENCY_MS = 0.1
+"""From a node to the middle of the network: half of what a wired home network has between two machines."""
+MOST_MBIT = 1e7
+MOST_LATENCY_MS = 1e5
+MOST_SPEED = 1e6
+MOST_MEMORY = 1 << 50
+
+TOP_FIELDS = ("nodes", "links", "job")
+NODE_FIELDS = ("name", "memory", "speed", "gflops", "up_mbit", "down_mbit", "latency_ms", "reliability", "count")
+LINK_FIELDS = ("between", "mbit", "latency_ms")
+JOB_FIELDS = ("batch_size", "micro_batch_size", "averaging_interval", "min_clusters", "max_clusters", "max_in_flight")
+HINT = "Correct the file: docs/plan.md has every field, examples/pool.yaml is an example."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImaginedNode:
+    """A node that is declared, not measured."""
+
+    name: str
+    group: str
+    """The name of its entry: differs from `name` where the entry has a count."""
+    memory_bytes: int
+    speed: float | None
+    """Relative to the machine that the model was profiled on; None: `flop_per_s` counts."""
+    flop_per_s: float | None
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    latency_s: float
+    """One way, from it to the middle of the network; the latency between two nodes is the sum of theirs."""
+    reliability: float
+
+    def profile(self, reference_flop_per_s: float) -> NodeProfile:
+        """Return its profile, with `speed` relative to a machine of `reference_flop_per_s`."""
+        flop_per_s = self.flop_per_s if self.speed is None else self.speed * reference_flop_per_s
+        assert flop_per_s is not None, "one of the two is set"
+        return NodeProfile(
+            node_id=self.name,
+            address="",
+            memory_bytes=self.memory_bytes,
+            flop_per_s=flop_per_s,
+            matmul_flop_per_s=flop_per_s,
+            convolution_flop_per_s=flop_per_s,
+            device="cpu",
+            threads=1,
+            emulated=True,
+            reliability=self.reliability,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImaginedLink:
+    """A link between two nodes that differs from what their own lines would give."""
+
+    bytes_per_s: float | None
+    latency_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImaginedPool:
+    """What a pool file says."""
+
+    nodes: tuple[ImaginedNode, ...]
+    links: dict[tuple[str, str], ImaginedLink]
+    """By the names of both ends, in both orders."""
+    settings: dict[str, int]
+    """Fields of the job that the file sets."""
+    source: str
+    """The file, for messages."""
+
+    def node_profiles(self, reference_flop_per_s: float) -> tuple[NodeProfile, ...]:
+        """Return the nodes, with speeds relative to a machine of `reference_flop_per_s`."""
+        return tuple(node.profile(reference_flop_per_s) for node in self.nodes)
+
+    def link_profiles(self) -> tuple[LinkProfile, ...]:
+        """Return every link: the slower of uplink and downlink and the sum of latencies, unless the file says otherwise."""
+        return tuple(self._link(one, other) for one in self.nodes for other in self.nodes if one is not other)
+
+    def _link(self, source: ImaginedNode, target: ImaginedNode) -> LinkProfile:
+        special = self.links.get((source.name, target.name), ImaginedLink(bytes_per_s=None, latency_s=None))
+        rate = min(source.up_bytes_per_s, target.down_bytes_per_s) if special.bytes_per_s is None else special.bytes_per_s
+        latency = source.latency_s + target.latency_s if special.latency_s is None else special.latency_s
+        return LinkProfile(source=source.name, target=target.name, latency_s=latency, bytes_per_s=rate)
+
+    def apply(self, config: JobConfig) -> JobConfig:
+        """Return the job with the file's settings. Raises InvalidConfigError if they do not go together."""
+        settings: dict[str, Any] = dict(self.settings)
+        if "batch_size" in settings:
+            # A smaller batch has smaller micro-batches, unless the file says how small.
+            settings.setdefault("micro_batch_size", min(config.micro_batch_size, settings["batch_size"]))
+        try:
+            return dataclasses.replace(config, **settings)
+        except InvalidConfigError as error:
+            raise InvalidConfigError(f"{self.source}, job: {error.message}", hint=HINT) from error
+
+
+def load_pool_file(path: Path) -> ImaginedPool:
+    """Return what the file says. Raises InvalidConfigError for every mistake, naming file, entry and field."""
+    raw = _parse(path)
+    file = _Entry(source=str(path), where="the file", fields=raw)
+    file.allow(TOP_FIELDS)
+    nodes = [node for index, entry in enumerate(file.entries("nodes", "node")) for node in _nodes(entry, index)]
+    if not nodes:
+        raise file.error("'nodes' must list at least one node")
+    if len(nodes) > MAX_NODES:
+        raise file.error(f"{len(nodes)} nodes are too many: at most {MAX_NODES}")
+    _check_names(file, nodes)
+    groups: dict[str, list[str]] = {}
+    for node in nodes:
+        groups.setdefault(node.group, []).append(node.name)
+        if node.group != node.name:
+            groups.setdefault(node.name, []).append(node.name)
+    links: dict[tuple[str, str], ImaginedLink] = {}
+    for entry in file.entries("links", "link"):
+        links.update(_links(entry, groups))
+    return ImaginedPool(nodes=tuple(nodes), links=links, settings=_settings(file), source=str(path))
+
+
+def _parse(path: Path) -> dict[Any, Any]:
+    def wrong(what: str) -> InvalidConfigError:
+        return InvalidConfigError(f"{path}: {what}", hint=HINT)
+
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise wrong(f"the file cannot be read: {error.strerror}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise wrong(f"the file is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        _refuse_tricks(data, wrong)
+        raw = yaml.safe_load(data)
+    # A value such as a date that does not exist raises ValueError; so do bytes that are no text.
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise wrong(f"the file is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(raw, dict):
+        raise wrong("the file must have 'nodes:' at its top")
+    return raw
+
+
+def _refuse_tricks(data: bytes, wrong: Any) -> None:
+    """Raise an error for aliases (few bytes that stand for many), deep nesting, several documents, and a field given twice."""
+    depth = documents = 0
+    for event in yaml.parse(data, Loader=yaml.SafeLoader):
+        line = event.start_mark.line + 1
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise wrong(f"line {line}: anchors and aliases (& and *) are not taken")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        documents += isinstance(event, yaml.DocumentStartEvent)
+        if depth > MAX_DEPTH:
+            raise wrong(f"line {line}: nested more than {MAX_DEPTH} deep")
+        if documents > 1:
+            raise wrong(f"line {line}: a second document (---) begins")
+    pending = [yaml.compose(data, Loader=yaml.SafeLoader)]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, yaml.MappingNode):
+            seen: set[str] = set()
+            for key, value in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                    raise wrong(f"line {key.start_mark.line + 1}: {key.value!r} is there twice")
+                seen.add(str(key.value))
+                pending.append(value)
+        elif isinstance(node, yaml.SequenceNode):
+            pending.extend(node.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """A mapping of the file, and where it is."""
+
+    source: str
+    where: str
+    fields: Mapping[Any, Any]
+
+    def error(self, what: str) -> InvalidConfigError:
+        return InvalidConfigError(f"{self.source}, {self.where}: {what}", hint=HINT)
+
+    def allow(self, names: tuple[str, ...]) -> None:
+        for name in self.fields:
+            if name not in names:
+                raise self.error(f"unknown field {str(name)[:40]!r}; there are {', '.join(names)}")
+
+    def entries(self, field: str, what: str) -> list[_Entry]:
+        """Return the list of mappings in `field`, empty if it is left out."""
+        raw = self.fields.get(field)
+        if raw is None:
+            return []
+        if not isinstance(raw, list) or not all(isinstance(item, dict) for item in raw):
+            raise self.error(f"'{field}' must be a list with an entry such as '- {{name: value}}' for each {what}")
+        return [_Entry(source=self.source, where=_where(field, index, item), fields=item) for index, item in enumerate(raw)]
+
+    def number(self, field: str, default: float | None, *, least: float = 0.0, most: float) -> float | None:
+        """Return a number above `least` and at most `most`."""
+        if field not in self.fields:
+            return default
+        value = self.fields[field]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(f"{field} must be a number, not {_shown(value)}")
+        # An int of any length compares exactly, where converting it might overflow.
+        if not least < value <= most or not math.isfinite(value):
+            raise self.error(f"{field} must be above {least:g} and at most {most:g}, not {_shown(value)}")
+        return float(value)
+
+    def whole(self, field: str, default: int, *, least: int, most: int) -> int:
+        value = self.fields.get(field, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(f"{field} must be a whole number, not {_shown(value)}")
+        if not least <= value <= most:
+            raise self.error(f"{field} must be in {least}..{most}, not {_shown(value)}")
+        return value
+
+    def latency_s(self, default: float | None) -> float | None:
+        # Unlike everything else a latency may be 0.
+        if self.fields.get("latency_ms") == 0 and not isinstance(self.fields["latency_ms"], bool):
+            return 0.0
+        milliseconds = self.number("latency_ms", None, most=MOST_LATENCY_MS)
+        return default if milliseconds is None else milliseconds / 1000
+
+    def bytes_per_s(self, field: str, default: float | None) -> float | None:
+        mbit = self.number(field, default, most=MOST_MBIT)
+        return None if mbit is None else mbit * 1e6 / 8
+
+
+def _where(field: str, index: int, item: Mapping[Any, Any]) -> str:
+    name = item.get("name")
+    return f"{field}[{index}]" + (f" ({name[:64]})" if isinstance(name, str) else "")
+
+
+def _shown(value: object) -> str:
+    return repr(value)[:60]
+
+
+def _nodes(entry: _Entry, index: int) -> list[ImaginedNode]:
+    entry.allow(NODE_FIELDS)
+    name = entry.fields.get("name", f"node-{index + 1}")
+    if not isinstance(name, str) or IDENTIFIER.fullmatch(name) is None:
+        raise entry.error(f"name must be 1 to 64 letters, digits, '_', '.' or '-', not {_shown(name)}")
+    if "speed" in entry.fields and "gflops" in entry.fields:
+        raise entry.error("speed and gflops exclude each other: give one")
+    gflops = entry.number("gflops", None, most=1e9)
+    up, down = entry.bytes_per_s("up_mbit", DEFAULT_MBIT), entry.bytes_per_s("down_mbit", DEFAULT_MBIT)
+    latency = entry.latency_s(DEFAULT_LATENCY_MS / 1000)
+    reliability = entry.number("reliability", 1.0, most=1.0)
+    assert up is not None and down is not None and latency is not None and reliability is not None, "all have defaults"
+    count = entry.whole("count", 1, least=1, most=MAX_NODES)
+    first = ImaginedNode(
+        name=name,
+        group=name,
+        memory_bytes=_memory(entry),
+        speed=entry.number("speed", 1.0, most=MOST_SPEED) if gflops is None else None,
+        flop_per_s=None if gflops is None else gflops * 1e9,
+        up_bytes_per_s=up,
+        down_bytes_per_s=down,
+        latency_s=latency,
+        reliability=reliability,
+    )
+    if "count" not in entry.fields:
+        return [first]
+    return [dataclasses.replace(first, name=f"{name}-{number + 1}") for number in range(count)]
+
+
+def _memory(entry: _Entry) -> int:
+    raw = entry.fields.get("memory")
+    if raw is None:
+        raise entry.error("memory is missing, such as 'memory: 8GB'")
+    if isinstance(raw, bool) or not isinstance(raw, int | str):
+        raise entry.error(f"memory must be bytes or text such as 8GB, not {_shown(raw)}")
+    try:
+        size = parse_bytes(raw)
+    except InvalidConfigError as error:
+        raise entry.error(f"memory: {error.message}") from error
+    if not 0 < size <= MOST_MEMORY:
+        raise entry.error(f"memory must be above 0 and at most {MOST_MEMORY} bytes, not {_shown(raw)}")
+    return size
+
+
+def _check_names(file: _Entry, nodes: list[ImaginedNode]) -> None:
+    seen: dict[str, str] = {}
+    for node in nodes:
+        if IDENTIFIER.fullmatch(node.name) is None:
+            raise file.error(f"node {node.name!r} has a name of more than 64 letters")
+        if node.name in seen:
+            raise file.error(f"two nodes have the name {node.name!r}: every node needs a name of its own")
+        seen[node.name] = node.group
+    for node in nodes:
+        if node.group != node.name and node.group in seen:
+            raise file.error(f"{node.group!r} names both a node and a group of nodes (with a count)")
+
+
+def _links(entry: _Entry, groups: Mapping[str, list[str]]) -> dict[tuple[str, str], ImaginedLink]:
+    entry.allow(LINK_FIELDS)
+    between = entry.fields.get("between")
+    if not isinstance(between, list) or len(between) != 2:
+        raise entry.error(f"between must name two nodes, such as [desk, laptop], not {_shown(between)}")
+    for name in between:
+        if not isinstance(name, str) or name not in groups:
+            raise entry.error(f"between: there is no node {_shown(name)}; there are {_listed(groups)}")
+    link = ImaginedLink(bytes_per_s=entry.bytes_per_s("mbit", None), latency_s=entry.latency_s(None))
+    if link.bytes_per_s is None and link.latency_s is None:
+        raise entry.error("mbit or latency_ms must be given")
+    pairs = [(one, other) for one in groups[between[0]] for other in groups[between[1]] if one != other]
+    if not pairs:
+        raise entry.error(f"between: {between[0]} has no link to itself")
+    return {pair: link for one, other in pairs for pair in ((one, other), (other, one))}
+
+
+def _listed(groups: Mapping[str, list[str]]) -> str:
+    names = sorted(groups)
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+def _settings(file: _Entry) -> dict[str, int]:
+    raw = file.fields.get("job")
+    if raw is None:
+        return {}
+    if not isinstance(raw, dict):
+        raise file.error("'job' must have fields such as 'micro_batch_size: 8'")
+    job = _Entry(source=file.source, where="job", fields=raw)
+    job.allow(JOB_FIELDS)
+    least = {"max_clusters": 0, "max_in_flight": 0}
+    return {name: job.whole(name, 0, least=least.get(name, 1), most=10**9) for name in JOB_FIELDS if name in raw}
