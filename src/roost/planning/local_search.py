@@ -13,6 +13,8 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from roost.planning.groups import Group, GroupResult, GroupSearch
 from roost.planning.packing import Packing
 from roost.planning.partitions import Bounds
@@ -21,6 +23,8 @@ CANDIDATES = 12
 """Nodes that are considered as the next of a growing group."""
 TAKEN_APART = 3
 """Most clusters that one step takes apart."""
+MANY_NODES = 200
+"""Pools beyond this start from fewer partitions: each takes seconds."""
 PARTS = 4
 """Times that the best of all groups seen so far are chosen anew."""
 TINY = 1e-30
@@ -109,6 +113,8 @@ class LocalSearch:
         ]
         if not network.uniform:
             orders.append(sorted(places, key=lambda place: (-min(network.up[place], network.down[place]), place)))
+        if len(nodes) > MANY_NODES:
+            return [self._runs(orders[-1]), tuple(self._grow(orders[-1]))]
         starts = [self._runs(order) for order in orders]
         starts += [tuple(self._grow(order)) for order in (orders[-1], orders[1], by_memory[::-1])]
         return starts
@@ -205,10 +211,9 @@ class LocalSearch:
         """Return the nodes best linked to `place`, nearest first."""
         if place not in self._near:
             network = self.groups.cutter.maker.network
-            rate = [min(a, b) for a, b in zip(network.rate[place].tolist(), network.rate[:, place].tolist(), strict=True)]
-            latency = network.latency[place].tolist()
-            others = [other for other in range(len(rate)) if other != place]
-            self._near[place] = sorted(others, key=lambda other: (-rate[other], latency[other], other))[: 4 * CANDIDATES]
+            rate = np.minimum(network.rate[place], network.rate[:, place])
+            nearest = np.lexsort((network.latency[place], -rate))[: 4 * CANDIDATES + 1]
+            self._near[place] = [other for other in nearest.tolist() if other != place]
         return self._near[place]
 
     # ------------------------------------------------------------ improving

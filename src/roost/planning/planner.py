@@ -28,6 +28,8 @@ SHORTAGE_PRECISION = 5e-3
 SMALL_BUDGET = 6_000_000_000
 LARGE_BUDGET = 150_000_000
 LARGE_BUDGET_PER_NODE = 800_000
+FEW_CLUSTERS = 4
+"""With at least as many clusters, a single one is not tried: averaging takes at most half of every line from them."""
 QUICK_BUDGET = 100_000_000
 
 
@@ -184,12 +186,15 @@ def _partition(groups: GroupSearch, bounds: Bounds, rng: random.Random, effort: 
 def _large(groups: GroupSearch, bounds: Bounds, rng: random.Random, budget: int) -> tuple[GroupResult, ...] | None:
     """Return the better of the best single cluster and the best partition into several."""
     candidates: list[tuple[GroupResult, ...]] = []
-    if bounds.allow(1):
-        single = LocalSearch(groups=groups, bounds=Bounds(least=1, most=1, slowest=0.0), rng=rng, budget=budget // 10, clusters=1).best()
-        candidates += [results for results in (_results(groups, single),) if results]
     if bounds.most != 1:
         several = LocalSearch(groups=groups, bounds=bounds, rng=rng, budget=budget, clusters=_likely_clusters(groups, bounds)).best()
         candidates += [results for results in (_results(groups, _without_slow(groups, several, bounds)),) if results]
+    # One cluster alone averages nothing: it may beat a few. It cannot beat many.
+    if bounds.allow(1) and all(len(results) < FEW_CLUSTERS for results in candidates):
+        alone = Bounds(least=1, most=1, slowest=0.0)
+        limit = groups.spent[0] + budget // 4
+        single = LocalSearch(groups=groups, bounds=alone, rng=rng, budget=limit, clusters=1).best()
+        candidates += [results for results in (_results(groups, single),) if results]
     return max(candidates, key=lambda results: math.fsum(result.value for result in results), default=None)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
+
 from roost.planning.network import Network
 from roost.planning.stages import ClusterCut
 from roost.types import ModelProfile, SegmentPlan, TensorRecord
@@ -55,12 +57,16 @@ def ring_order(owners: Sequence[str], network: Network) -> tuple[str, ...]:
     if len(owners) <= EXHAUSTIVE_RING:
         orders = ((owners[0], *rest) for rest in itertools.permutations(owners[1:]))
         return max(orders, key=lambda order: _ring_speed(order, network))
-    ring, left = [owners[0]], list(owners[1:])
-    while left:
-        nearest = max(left, key=lambda name: network.bytes_per_s(ring[-1], name))
-        left.remove(nearest)
+    places = np.asarray([network.places[owner] for owner in owners], dtype=np.intp)
+    rates = network.rate[places][:, places]
+    np.fill_diagonal(rates, -1.0)
+    rates[:, 0] = -1.0
+    ring = [0]
+    while len(ring) < len(owners):
+        nearest = int(np.argmax(rates[ring[-1]]))
+        rates[:, nearest] = -1.0
         ring.append(nearest)
-    return tuple(ring)
+    return tuple(owners[place] for place in ring)
 
 
 def _ring_speed(order: Sequence[str], network: Network) -> tuple[float, float]:
