@@ -40,7 +40,6 @@ START_S = 120.0
 """Deadline for a run to apply its first update."""
 EPOCHS = 100_000
 """More than any run gets through: it is stopped."""
-ACCEPTED_MEDIAN, ACCEPTED_P90 = 0.10, 0.20
 
 
 @dataclass(frozen=True, kw_only=True)

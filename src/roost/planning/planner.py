@@ -30,6 +30,7 @@ LARGE_BUDGET = 150_000_000
 LARGE_BUDGET_PER_NODE = 800_000
 FEW_CLUSTERS = 4
 """With at least as many clusters, a single one is not tried: averaging takes at most half of every line from them."""
+FINAL_BUDGET = 100_000_000
 QUICK_BUDGET = 100_000_000
 
 
@@ -217,10 +218,14 @@ def _without_slow(groups: GroupSearch, partition: Sequence[Group] | None, bounds
 
 
 def _results(groups: GroupSearch, partition: Sequence[Group] | None) -> tuple[GroupResult, ...] | None:
-    """Return what the groups reach in a plan of that many clusters, exactly where they are small; None if one does not fit."""
+    """Return what the groups reach in a plan of that many clusters; None if one does not fit.
+
+    The best order is looked for exactly, for as many groups as FINAL_BUDGET lasts.
+    """
     if not partition:
         return None
-    found = [groups.exact(group, len(partition)) for group in partition]
+    limit, count = groups.spent[0] + FINAL_BUDGET, len(partition)
+    found = [groups.exact(group, count) if groups.spent[0] < limit else groups.rough(group, count) for group in partition]
     complete = tuple(result for result in found if result is not None)
     return complete if len(complete) == len(found) else None
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from synthetic import KB, MB, even_model, job, model, unit
 
 from roost.config import ArgumentValue, NamedArguments
 from roost.planning.cost import unit_costs
-from roost.planning.memory import MemoryModel, older_versions, optimizer_copies
+from roost.planning.memory import IN_FLIGHT_LIMIT, MemoryModel, older_versions, optimizer_copies
 from roost.types import ModelProfile
 
 
@@ -68,11 +71,49 @@ def test_the_table_agrees_with_the_formula_and_forbids_empty_stages() -> None:
 def test_the_least_stage_around_a_unit_may_reach_to_where_little_crosses() -> None:
     units = [unit(0), unit(1, crossing=50 * MB), unit(2), unit(3)]
     memory = memory_of(model(units))
-    least = memory.least_for_units(0, averaging=False)
-    # Units 1 and 2 together are smaller than either with 50 MB at its end; the last two need one micro-batch in flight only.
-    assert least[1] == min(
-        memory.stage_bytes(1, 3, 2, averaging=False),
-        memory.stage_bytes(0, 3, 2, averaging=False),
-        memory.stage_bytes(1, 4, 1, averaging=False),
-    )
+    least = memory.least_for_units(averaging=False)
+    # Units 1 and 2 together are smaller than either with 50 MB at its end.
+    for index in (1, 2):
+        assert least[index] == memory.stage_bytes(1, 3, 1, averaging=False) == 2 * 2 * MB + 2 * 100 * KB + 2 * 2 * 10 * KB
     assert least[3] == memory.stage_bytes(3, 4, 1, averaging=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.tuples(st.sampled_from([0, 4, 4 * KB, MB]), st.sampled_from([0, 1, 100 * KB])), min_size=1, max_size=4),
+    memory_bytes=st.one_of(st.integers(1, 40 * MB), st.integers(1, 200 * KB)),
+    micro_batches=st.sampled_from([1, 2, 5]),
+    averaging=st.booleans(),
+    copies=st.sampled_from([0, 2]),
+)
+def test_the_most_in_flight_are_as_many_as_still_fit(
+    sizes: list[tuple[int, int]], memory_bytes: int, micro_batches: int, averaging: bool, copies: int
+) -> None:
+    profile = model([unit(index, parameters=parameters, saved=saved) for index, (parameters, saved) in enumerate(sizes)])
+    memory = memory_of(profile, copies=copies, batch_size=8 * micro_batches)
+    most = memory.most_in_flight(memory_bytes, averaging)
+    for first, last in itertools.combinations(range(len(sizes) + 1), 2):
+        count = int(most[first, last])
+        assert 0 <= count <= IN_FLIGHT_LIMIT
+        if count:
+            assert memory.stage_bytes(first, last, count, averaging) <= memory_bytes
+        if count < IN_FLIGHT_LIMIT:
+            assert memory.stage_bytes(first, last, count + 1, averaging) > memory_bytes
+
+
+def test_the_most_in_flight_agree_with_counting_up() -> None:
+    memory = memory_of(even_model(3), batch_size=24)
+    limits = [2 * MB, 5 * MB, 12 * MB, 30 * MB]
+    most = memory.most_in_flight(limits, averaging=True)
+    assert most.shape == (4, 4, 4)
+    for row, limit in enumerate(limits):
+        for first, last in itertools.combinations(range(4), 2):
+            count = 0
+            while memory.stage_bytes(first, last, count + 1, averaging=True) <= limit:
+                count += 1
+            assert most[row, first, last] == count
+
+
+def test_nothing_is_in_flight_in_an_empty_stage() -> None:
+    most = memory_of(even_model(3)).most_in_flight(1000 * MB, averaging=False)
+    assert all(most[first, last] == 0 for first in range(4) for last in range(first + 1))
