@@ -106,8 +106,7 @@ def _judge_cluster(cluster: ClusterPlan, costs: PageCosts, place: dict[str, int]
     whole = cuts[0] == 0 and cuts[-1] == costs.units and all(a < b for a, b in zip(cuts, cuts[1:], strict=False))
     if not whole or any(a.last_unit != b.first_unit for a, b in zip(cluster.stages, cluster.stages[1:], strict=False)):
         return Judgement(value=0.0, samples_per_s=0.0, problems=(f"cluster {cluster.index} does not hold the model once",))
-    depths = np.asarray([stage.max_in_flight for stage in cluster.stages])
-    reached = costs.evaluate_depths(np.asarray(order), np.asarray(cuts), clusters, depths)
+    reached = costs.evaluate(np.asarray([order]), np.asarray([cuts]), clusters)
     value, rate = float(reached.value[0]), float(reached.samples_per_s[0])
     problems = []
     for k, stage in enumerate(cluster.stages):
@@ -117,6 +116,8 @@ def _judge_cluster(cluster: ClusterPlan, costs: PageCosts, place: dict[str, int]
             value = rate = 0.0
         if abs(stage.memory_needed_bytes - needed) > 1 + AGREEMENT * needed:
             problems.append(f"{stage.node_id}: {stage.memory_needed_bytes} bytes, by the page {needed:.0f}")
+        if stage.max_in_flight < reached.in_flight[0, k]:
+            problems.append(f"{stage.node_id}: {stage.max_in_flight} in flight do not hide its round trip")
         if costs.in_flight_bound and stage.max_in_flight > costs.in_flight_bound:
             problems.append(f"{stage.node_id}: {stage.max_in_flight} in flight, allowed {costs.in_flight_bound}")
     if abs(cluster.samples_per_s - rate) > AGREEMENT * cluster.samples_per_s:

@@ -148,7 +148,7 @@ class _Search:
         tables, stages = self.tables, orders.shape[1]
         most = tables.most[clusters > 1]
         limits: list[Floats] = []
-        # The shortest way from a stage with that first unit to the end of the pipeline and back, without headroom.
+        # The shortest way from a stage with that first unit to the end of the pipeline and back.
         rest = np.full((len(orders), self.costs.units + 1), np.inf)
         rest[:, -1] = 0.0
         shortest = np.zeros(len(orders))
@@ -156,7 +156,7 @@ class _Search:
             node = orders[:, k]
             beyond = rest if k == stages - 1 else rest + tables.hop[node, orders[:, k + 1]]
             compute = np.where(most[node] >= 1, tables.compute[node], np.inf)
-            trip = compute + self.costs.rho * beyond[:, None, :]
+            trip = compute + beyond[:, None, :]
             with np.errstate(divide="ignore", invalid="ignore"):
                 by_trip = np.where(most[node] >= MOST_IN_FLIGHT, 0.0, trip / most[node])
             limit = np.where(np.isfinite(trip), np.maximum(tables.busy[clusters][node], by_trip), np.inf)

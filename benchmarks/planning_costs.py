@@ -52,13 +52,16 @@ class PageCosts:
     m: int
     optimizer_copies: int
     interval: int
-    rho: float
     kappa: float
     g: float
     slowest_cluster: float
     in_flight_bound: int
     W: Floats
     """Prefix sums over units, shape (units + 1,), of seconds; then of bytes: held, trainable, averaged, saved."""
+    update: Floats
+    """Prefix sums of U; of the trainable bytes of units without one."""
+    unmeasured: Floats
+    e: float
     held: Floats
     Q: Floats
     A: Floats
@@ -66,7 +69,7 @@ class PageCosts:
     x: Floats
     ratio: Floats
     """P_ref / P_n of every node."""
-    update_s_per_byte: Floats
+    s_per_byte: Floats
     h: Floats
     w: Floats
     memory: Floats
@@ -82,8 +85,11 @@ class PageCosts:
         n, u, v = np.asarray(n), np.asarray(u), np.asarray(v)
         messages = 2 * ((u > 0).astype(np.float64) + (v < self.units)) + 2
         wire = self.bytes_in(u, v) + self.bytes_out(u, v)
-        update = (3 + self.optimizer_copies) * (self.Q[v] - self.Q[u]) * self.update_s_per_byte[n] / self.m
-        return np.asarray((self.W[v] - self.W[u]) * self.ratio[n] + update + messages * self.h[n] + wire * self.w[n])
+        work = self.W[v] - self.W[u] + (self.update[v] - self.update[u]) / self.m + self.e
+        passed = (3 + self.optimizer_copies) * (self.unmeasured[v] - self.unmeasured[u])
+        copied = np.where(v < self.units, 2 * (self.Q[v] - self.Q[u]), 0.0)
+        moved = (passed + copied) * self.s_per_byte[n] / self.m
+        return np.asarray(work * self.ratio[n] + moved + messages * self.h[n] + wire * self.w[n])
 
     def bytes_in(self, u: Indices, v: Indices) -> Floats:
         return np.asarray(self.x[u] + self.x[v])
@@ -159,11 +165,6 @@ class PageCosts:
                 return best
             staleness += 1
 
-    def evaluate_depths(self, order: Ints, cuts: Ints, clusters: int, in_flight: Ints) -> Evaluation:
-        """Return what one cluster reaches with just so many micro-batches in flight at each stage; memory is not looked at."""
-        limit, trips = self._limits(order[None, :], cuts[None, :], clusters)
-        return self._reached(order[None, :], np.maximum(limit, (trips / in_flight).max(axis=1)), trips, in_flight[None, :])
-
     def _limits(self, orders: Ints, cuts: Ints, clusters: int) -> tuple[Floats, Floats]:
         """Return the longest of 1 to 4 of the page, shape (rows,), and the round trips R_k (5), shape (rows, stages)."""
         u, v = cuts[:, :-1], cuts[:, 1:]
@@ -174,15 +175,14 @@ class PageCosts:
             before, after, cut = orders[:, k], orders[:, k + 1], v[:, k]
             limit = np.maximum(limit, self.flow(before, after, cut))
             beyond = beyond + self.hop(before, after, cut) + compute[:, k + 1]
-            trips[:, k] += self.rho * beyond
+            trips[:, k] += beyond
         return limit, trips
 
-    def _reached(self, orders: Ints, period: Floats, trips: Floats, in_flight: Ints | None = None) -> Evaluation:
-        """Return what each row has at a period, with the least in flight that hides its round trips unless they are given."""
+    def _reached(self, orders: Ints, period: Floats, trips: Floats) -> Evaluation:
+        """Return what each row has at a period, with the least in flight that hides its round trips."""
         fits = np.isfinite(period)
-        if in_flight is None:
-            ratio = trips / np.where(fits, period, 1.0)[:, None]
-            in_flight = np.maximum(1, np.ceil(ratio * (1 - ROUNDING))).astype(np.int64)
+        ratio = trips / np.where(fits, period, 1.0)[:, None]
+        in_flight = np.maximum(1, np.ceil(ratio * (1 - ROUNDING))).astype(np.int64)
         staleness = np.ceil((in_flight[:, 0] - 1) / self.m)
         rate = np.where(fits, self.b / period, 0.0)
         value = rate / (1 + self.kappa * staleness) * self.reliability[orders].prod(axis=1)
@@ -206,19 +206,21 @@ def page_costs(
         m=math.ceil(config.batch_size / config.micro_batch_size),
         optimizer_copies=_kept(config.optimizer),
         interval=config.averaging_interval,
-        rho=options.headroom,
         kappa=options.staleness_cost,
         g=options.averaging_compression,
         slowest_cluster=options.slowest_cluster,
         in_flight_bound=config.max_in_flight,
         W=_sums([(unit.forward_s + unit.backward_s) * scale for unit in units]),
+        update=_sums([unit.update_s for unit in units]),
+        unmeasured=_sums([0 if unit.update_s else unit.trainable_bytes for unit in units]),
+        e=profile.stage_s,
         held=_sums([unit.tensor_bytes for unit in units]),
         Q=_sums([unit.trainable_bytes for unit in units]),
         A=_sums([sum(tensor.nbytes for tensor in unit.tensors if tensor.averaged) for unit in units]),
         saved=_sums([math.ceil(unit.saved_bytes * scale) for unit in units]),
         x=crossing * scale * options.activation_compression,
         ratio=profile.reference_flop_per_s / np.asarray([node.flop_per_s for node in nodes]),
-        update_s_per_byte=np.asarray([1 / node.memory_bytes_per_s if node.memory_bytes_per_s else 0.0 for node in nodes]),
+        s_per_byte=np.asarray([1 / node.memory_bytes_per_s if node.memory_bytes_per_s else 0.0 for node in nodes]),
         h=np.asarray([node.message_s for node in nodes]),
         w=np.asarray([node.wire_s_per_byte for node in nodes]),
         memory=np.asarray([node.memory_bytes for node in nodes], dtype=np.float64),

@@ -56,6 +56,7 @@ def merge_units(profile: ModelProfile, limit: int) -> ModelProfile:
         reference_flop_per_s=profile.reference_flop_per_s,
         units=tuple(merged),
         input_bytes=profile.input_bytes,
+        stage_s=profile.stage_s,
     )
 
 
@@ -83,6 +84,7 @@ def _merge(run: tuple[UnitProfile, ...], name: str) -> UnitProfile:
         label=run[0].label,
         forward_s=sum(unit.forward_s for unit in run),
         backward_s=sum(unit.backward_s for unit in run),
+        update_s=sum(unit.update_s for unit in run),
         forward_flop=sum(unit.forward_flop for unit in run),
         tensors=_merge_tensors(tuple(tensor for unit in run for tensor in unit.tensors), name),
         saved_bytes=sum(unit.saved_bytes for unit in run),

@@ -153,11 +153,14 @@ class ModelProfile:
     units: tuple[UnitProfile, ...]
     input_bytes: int
     """Bytes of one micro-batch of inputs and labels, as the first stage receives it."""
+    stage_s: float = 0.0
+    """Seconds that a stage takes on the reference machine beside its units, per micro-batch: starting its forward and its backward."""
 
     def __post_init__(self) -> None:
         _require(len(self.units) > 0, f"model {self.name!r} has no units")
         _require(self.micro_batch_size > 0, f"model {self.name!r}: micro-batch size {self.micro_batch_size}")
         _require(_finite(self.reference_flop_per_s) and self.reference_flop_per_s > 0, "the reference speed must be positive")
+        _require(_finite(self.stage_s) and self.stage_s >= 0, "the time of a stage must be finite and not negative")
         for before, after in zip(self.units, self.units[1:], strict=False):
             _require(before.stop == after.start, f"units {before.label!r} and {after.label!r} are not contiguous")
         names = [tensor.name for unit in self.units for tensor in unit.tensors]

@@ -37,6 +37,29 @@ def test_a_script_and_an_imagined_pool_give_a_plan_a_picture_and_a_profile(machi
     refused(machine.run("plan", "--profile", made[1], "--pool-file", pool), "R302", "Any one of these would do", "crumb lends")
 
 
+def test_what_should_change_about_a_plan_once_a_node_is_gone(machine: Machine, tmp_path: Path) -> None:
+    script, pool = machine.script("roost.train(job)\n"), machine.home / "pool.yaml"
+    pool.write_text(POOL)
+    plan, model, after = tmp_path / "plan.json", tmp_path / "model.json", tmp_path / "after.json"
+    arguments = ("--pool-file", pool, "--save-plan", plan, "--save-profile", model, "--no-advice")
+    saved = machine.run("plan", script, *arguments, 40, 2, tmp_path / "checkpoints")
+    assert saved.code == 0, saved.err
+
+    same = machine.run("plan", "--profile", model, "--pool-file", pool, "--current", plan)
+    assert same.code == 0, same.err
+    assert same.out.startswith("nothing is worth changing: ")
+
+    pool.write_text("nodes: [{name: shed, memory: 1MB, count: 2}]")
+    change = machine.run("plan", "--profile", model, "--pool-file", pool, "--current", plan, "--save-plan", after)
+    assert change.code == 0, change.err
+    assert change.out.startswith("the plan must change (desk gone): ")
+    again = machine.run("plan", "--profile", model, "--pool-file", pool, "--current", after, "--json")
+    assert again.code == 0, again.err
+    assert json.loads(again.out)["change"] is None
+
+    refused(machine.run("plan", "--profile", model, "--pool-file", pool, "--current", model), "R101", "model.json is not a plan")
+
+
 def test_a_pool_that_nodes_have_joined_is_measured_and_stays_free(machine: Machine, tmp_path: Path) -> None:
     state = machine.home / "coordinator"
     coordinator = machine.start("coordinator", "--port", 0, "--json", "--tokens", 2, "--state-dir", state)

@@ -26,6 +26,7 @@ MAX_UNITS = 200
 
 BUDGET_S = 10.0
 MIN_REPEATS = 3
+OVERHEAD_STEPS = 50
 UPDATE_STEPS = 3
 UPDATE_GRADIENT = 1e-3
 CACHE_BYTES = 64 << 20
@@ -78,19 +79,20 @@ def profile(
         updates = _update_times(captured, programs, make_optimizer)
     finally:
         torch.set_num_threads(threads)
-    times = [
+    forward, backward = (
         without_overhead(_medians([one[way] for one in unit_times]), _medians([one[way] for one in whole_times])[0])
         for way in (_FORWARD, _BACKWARD)
-    ]
+    )
     return ModelProfile(
         name=graph.name,
         micro_batch_size=inputs[0].shape[0],
         reference_flop_per_s=reference_flop_per_s,
         units=tuple(
-            _unit(graph, programs, index, counts[index], (times[_FORWARD][index], times[_BACKWARD][index], updates[index]), sizes)
+            _unit(graph, programs, index, counts[index], (forward.units[index], backward.units[index], updates[index]), sizes)
             for index in range(len(programs))
         ),
         input_bytes=sum(item.numel() * item.element_size() for item in data),
+        stage_s=forward.overhead + backward.overhead,
     )
 
 
@@ -98,21 +100,31 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
-def without_overhead(times: Sequence[float], total: float) -> list[float]:
-    """Return `times` less the same overhead from each (never below zero), so that they add up to at most `total`.
+@dataclass(frozen=True, kw_only=True)
+class SplitTimes:
+    """Seconds of units, and what a stage takes besides, however many units it has."""
+
+    units: list[float]
+    overhead: float
+
+
+def without_overhead(times: Sequence[float], total: float) -> SplitTimes:
+    """Return `times` less the same overhead from each (never below zero), so that with it once they add up to `total`.
 
     A unit measured alone pays for starting a run and the autograd engine; in a stage, all its units together pay that once.
+    Where the units alone take no longer than `total`, no overhead can be told from work.
     """
-    remaining = sorted(times)
-    excess = sum(remaining) - total
-    overhead = 0.0
-    for index, shortest in enumerate(remaining):
-        if excess <= 0:
-            break
-        step = min(shortest - overhead, excess / (len(remaining) - index))
-        overhead += step
-        excess -= step * (len(remaining) - index)
-    return [max(0.0, seconds - overhead) for seconds in times]
+    low, high = 0.0, min(total, max(times))
+    if sum(times) <= total:
+        return SplitTimes(units=list(times), overhead=0.0)
+    if sum(max(0.0, seconds - high) for seconds in times) + high > total:
+        # One unit took longer than all together: noise, not overhead.
+        return SplitTimes(units=[seconds * total / sum(times) for seconds in times], overhead=0.0)
+    for _ in range(OVERHEAD_STEPS):
+        overhead = (low + high) / 2
+        left = sum(max(0.0, seconds - overhead) for seconds in times) + overhead
+        low, high = (overhead, high) if left > total else (low, overhead)
+    return SplitTimes(units=[max(0.0, seconds - high) for seconds in times], overhead=high)
 
 
 def choose_cuts(graph: Graph, most: int = MAX_UNITS) -> tuple[int, ...]:

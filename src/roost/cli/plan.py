@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import math
 import random
 import sys
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from rich.console import Console
 
 from roost import messages as m
 from roost.cli.lifetime import stop_on_sigterm
+from roost.cli.plan_change import print_change, print_no_change
 from roost.cli.plan_picture import draw_plan
 from roost.cli.plan_report import as_json, print_plan, with_remedies
 from roost.cli.status import NobodyHome
@@ -26,7 +29,9 @@ from roost.errors import InvalidConfigError, MalformedMessageError, PlanningErro
 from roost.planning.advice import Advice, PoolChange, advise
 from roost.planning.planner import make_plan
 from roost.planning.remedies import remedies
+from roost.planning.replan import PAYBACK_S, PlanChange, predict_again, propose_change
 from roost.requester.model_file import ModelFile
+from roost.requester.plan_file import check_plan_fits, load_plan, save_plan
 from roost.requester.pool_file import ImaginedPool, load_pool_file
 from roost.requester.pools import Pool, RemotePool, local
 from roost.transport.dispatch import error_from
@@ -52,6 +57,11 @@ class PlanCommand:
     wait_s: float = 120.0
     profile: Path | None = None
     save_profile: Path | None = None
+    current: Path | None = None
+    """The plan that a job runs with: what should change about it?"""
+    payback_s: float | None = None
+    """Seconds within which a change of it must pay; None: PAYBACK_S."""
+    save_plan: Path | None = None
     svg: Path | None = None
     advice: bool = True
     json_output: bool = False
@@ -66,32 +76,62 @@ class PoolAnswer:
     plan: Plan | None
     refusal: PlanningError | None
     """Set if there is no plan."""
+    change: PlanChange | None = None
+    """From the plan that a job runs with to `plan`; None if there is none, or if nothing should change."""
 
 
 def run(command: PlanCommand) -> None:
     """Plan, and print the plan. Raises RoostError; for a pool that cannot hold the model with the changes that would do."""
     _check(command)
-    console = Console(highlight=False)
-    # The pool file is read first: a mistake in it should not show only after the model was measured.
+    # Files are read first: a mistake in one should not show only after the model was measured.
     imagined = load_pool_file(command.pool_file) if command.pool_file is not None else None
+    current = load_plan(command.current) if command.current is not None else None
     with stop_on_sigterm():
         with _status(command, "measuring the model ..."):
             model, pool = _model(command)
         if command.save_profile is not None:
             model.save(command.save_profile)
+        if current is not None and command.current is not None:
+            check_plan_fits(current, model.profile, command.current)
         config = model.config if imagined is None else imagined.apply(model.config)
         with _status(command, "planning ..."):
-            answer = _imagine(imagined, model.profile, config) if imagined is not None else _ask(command, pool, model)
+            answer = _imagine(imagined, model.profile) if imagined is not None else _ask(command, pool, model)
+            if current is not None:
+                answer = _changed(answer, current, model.profile, config, _payback_s(command))
+            elif imagined is not None:
+                answer = _planned(answer, model.profile, config)
         if answer.plan is None:
             raise _refusal(command, answer, model.profile, config)
-        with _status(command, "planning for changed pools ..."):
-            advice = _advice(answer, answer.plan, model.profile, config) if command.advice else None
+        advice = None
+        if command.advice and current is None:
+            with _status(command, "planning for changed pools ..."):
+                advice = _advice(answer, answer.plan, model.profile, config)
+    _show(command, model.profile, config, answer, answer.plan, advice, current)
+
+
+def _show(
+    command: PlanCommand,
+    profile: ModelProfile,
+    config: JobConfig,
+    answer: PoolAnswer,
+    plan: Plan,
+    advice: Advice | None,
+    current: Plan | None,
+) -> None:
+    """Write the files that were asked for, and print."""
+    if command.save_plan is not None:
+        save_plan(plan, command.save_plan)
     if command.svg is not None:
-        _write(command.svg, draw_plan(answer.plan, model.profile, config, advice))
+        _write(command.svg, draw_plan(plan, profile, config, advice))
     if command.json_output:
-        print(as_json(model.profile, config, answer.nodes, answer.links, plan=answer.plan, advice=advice), flush=True)
-    else:
-        print_plan(console, model.profile, config, answer.nodes, answer.plan, advice)
+        print(as_json(profile, config, answer.nodes, answer.links, plan=plan, advice=advice, change=answer.change), flush=True)
+        return
+    console = Console(highlight=False)
+    if current is not None and answer.change is not None:
+        print_change(console, answer.change, current, answer.nodes, profile)
+    elif current is not None:
+        print_no_change(console, current, plan, _payback_s(command))
+    print_plan(console, profile, config, answer.nodes, plan, advice)
 
 
 def _check(command: PlanCommand) -> None:
@@ -107,8 +147,15 @@ def _check(command: PlanCommand) -> None:
     if command.script is None and not pools:
         raise InvalidConfigError("no pool to plan for", hint=NO_POOL_HINT)
     require(command.wait_s > 0, f"wait must be positive, not {command.wait_s}")
-    for path in (command.svg, command.save_profile):
+    require(command.payback_s is None or command.current is not None, "--payback-s goes with --current")
+    payback_s = _payback_s(command)
+    require(math.isfinite(payback_s) and payback_s > 0, f"payback-s must be positive, not {payback_s}")
+    for path in (command.svg, command.save_profile, command.save_plan):
         require(path is None or path.resolve().parent.is_dir(), f"there is no directory {path and path.parent} to write {path} in")
+
+
+def _payback_s(command: PlanCommand) -> float:
+    return PAYBACK_S if command.payback_s is None else command.payback_s
 
 
 def _pools(command: PlanCommand) -> list[tuple[str, bool]]:
@@ -167,13 +214,30 @@ def _run_script(script: Path, arguments: tuple[str, ...]) -> tuple[ModelFile, Po
 # ------------------------------------------------------------ the pool
 
 
-def _imagine(imagined: ImaginedPool, profile: ModelProfile, config: JobConfig) -> PoolAnswer:
+def _imagine(imagined: ImaginedPool, profile: ModelProfile) -> PoolAnswer:
+    """Return an imagined pool, not planned for yet."""
     nodes, links = imagined.node_profiles(profile.reference_flop_per_s), imagined.link_profiles()
+    return PoolAnswer(nodes=nodes, links=links, plan=None, refusal=None)
+
+
+def _planned(pool: PoolAnswer, profile: ModelProfile, config: JobConfig) -> PoolAnswer:
+    """Return the pool with a plan, or why there is none."""
     try:
-        plan = make_plan(profile, nodes, links, config, random.Random(config.seed))
+        plan = make_plan(profile, pool.nodes, pool.links, config, random.Random(config.seed))
     except PlanningError as error:
-        return PoolAnswer(nodes=nodes, links=links, plan=None, refusal=error)
-    return PoolAnswer(nodes=nodes, links=links, plan=plan, refusal=None)
+        return dataclasses.replace(pool, plan=None, refusal=error)
+    return dataclasses.replace(pool, plan=plan, refusal=None)
+
+
+def _changed(pool: PoolAnswer, current: Plan, profile: ModelProfile, config: JobConfig, payback_s: float) -> PoolAnswer:
+    """Return the pool with the plan to go on with from `current`, and what changes; or why there is none."""
+    where = profile, pool.nodes, pool.links, config
+    try:
+        change = propose_change(current, *where, random.Random(config.seed), payback_s=payback_s)
+        plan = predict_again(current, *where) if change is None else change.plan
+    except PlanningError as error:
+        return dataclasses.replace(pool, plan=None, refusal=error)
+    return dataclasses.replace(pool, plan=plan, refusal=None, change=change)
 
 
 def _ask(command: PlanCommand, pool: Pool | None, model: ModelFile) -> PoolAnswer:

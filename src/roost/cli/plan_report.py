@@ -11,11 +11,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from roost.cli.plan_change import change_record
 from roost.cli.plan_text import averaging_line, backup_lines, layers_of, sizes, title
 from roost.codec import encode_record
 from roost.config import JobConfig, format_bytes
 from roost.errors import PlanningError
 from roost.planning.advice import Advice, PoolChange, Verdict, format_rate
+from roost.planning.replan import PlanChange
 from roost.types import ClusterPlan, LinkProfile, ModelProfile, NodeProfile, Plan
 
 MOST_RINGS = 12
@@ -119,10 +121,14 @@ def as_json(
     *,
     plan: Plan | None = None,
     advice: Advice | None = None,
+    change: PlanChange | None = None,
     error: PlanningError | None = None,
     changes: Sequence[PoolChange] = (),
 ) -> str:
-    """Return everything as one line of JSON: 'plan' and 'advice', or 'error' with the changes that would do."""
+    """Return everything as one line of JSON: 'plan' with 'advice' or 'change', or 'error' with the changes that would do.
+
+    `change` is None if the plan is no other than the job runs with.
+    """
     failed: dict[str, Any] | None = None
     if error is not None:
         short = getattr(error, "short_bytes", 0)
@@ -141,6 +147,7 @@ def as_json(
         "links": [encode_record(link) for link in links],
         "plan": None if plan is None else encode_record(plan),
         "advice": None if advice is None else encode_record(advice),
+        "change": None if change is None else change_record(change),
         "error": failed,
     }
     return json.dumps(record, separators=(",", ":"), allow_nan=False)

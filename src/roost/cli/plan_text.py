@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roost.config import format_bytes
+from roost.planning.relocation import Move
 from roost.types import ModelProfile, Plan, StagePlan
 
 SHOWN_AT_LEAST = 0.1
 """A size below this in the unit of another has a unit of its own."""
 
 
-def layers_of(stage: StagePlan, profile: ModelProfile) -> str:
-    """Return the modules that a stage runs: 'layers.0 .. 3'."""
-    units = profile.units[stage.first_unit : stage.last_unit]
+def layers_of(part: StagePlan | Move, profile: ModelProfile) -> str:
+    """Return the modules that a stage runs, or of which tensors move: 'layers.0 .. 3'."""
+    units = profile.units[part.first_unit : part.last_unit]
     labels = list(dict.fromkeys(unit.label for unit in units if unit.label))
     if len(labels) < 2:
         return "".join(labels)
     parent, dot, _ = labels[0].rpartition(".")
     return f"{labels[0]} .. {labels[-1].removeprefix(parent + dot)}"
+
+
+def duration(seconds: float) -> str:
+    """Return a time for people: '65 s', '0.35 s'."""
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def sizes(first: float, second: float) -> str:

@@ -28,6 +28,10 @@ class UnitCosts:
     micro_batches_per_batch: int
     seconds: Floats
     """Forward and backward on the reference machine."""
+    update_seconds: Floats
+    """The optimizer's step on the reference machine, once per batch."""
+    unmeasured_bytes: Floats
+    """Trainable bytes of units whose step was not measured."""
     tensor_bytes: Floats
     trainable_bytes: Floats
     averaged_bytes: Floats
@@ -36,6 +40,8 @@ class UnitCosts:
     crossing_bytes: Floats
     """Not a sum: bytes that cross the cut before unit u; at 0 the inputs and labels, at the end 0."""
     reference_flop_per_s: float
+    stage_seconds: float
+    """What a stage takes besides its units, on the reference machine."""
 
 
 def unit_costs(profile: ModelProfile, config: JobConfig) -> UnitCosts:
@@ -52,12 +58,15 @@ def unit_costs(profile: ModelProfile, config: JobConfig) -> UnitCosts:
         micro_batch_size=config.micro_batch_size,
         micro_batches_per_batch=-(-config.batch_size // config.micro_batch_size),
         seconds=sums([(unit.forward_s + unit.backward_s) * scale for unit in units]),
+        update_seconds=sums([unit.update_s for unit in units]),
+        unmeasured_bytes=sums([0 if unit.update_s else unit.trainable_bytes for unit in units]),
         tensor_bytes=sums([unit.tensor_bytes for unit in units]),
         trainable_bytes=sums([unit.trainable_bytes for unit in units]),
         averaged_bytes=sums([sum(tensor.nbytes for tensor in unit.tensors if tensor.averaged) for unit in units]),
         saved_bytes=sums([math.ceil(unit.saved_bytes * scale) for unit in units]),
         crossing_bytes=np.asarray([math.ceil(size * scale) for size in crossing], dtype=np.float64),
         reference_flop_per_s=profile.reference_flop_per_s,
+        stage_seconds=profile.stage_s,
     )
 
 

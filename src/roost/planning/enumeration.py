@@ -66,7 +66,7 @@ class CutEnumerator:
         return self._cuts[count]
 
     def _trips(self, orders: Orders, cuts: Sequence[Places], compute: Sequence[Floats]) -> tuple[list[Floats], Floats]:
-        """Return the round trip with headroom from every stage, first stage first, and the slowest flow."""
+        """Return the round trip from every stage, first stage first, and the slowest flow."""
         maker = self.cutter.maker
         network: Network = maker.network
         beyond, flow, trips = np.zeros(compute[0].shape), np.full(compute[0].shape, SHORTEST_PERIOD_S), [compute[-1]]
@@ -77,7 +77,7 @@ class CutEnumerator:
             delay = (network.latency[here, there] + network.latency[there, here])[:, None]
             beyond = beyond + compute[k + 1] + delay + onward + back
             flow = np.maximum(flow, np.maximum(onward, back))
-            trips.append(compute[k] + maker.options.headroom * beyond)
+            trips.append(compute[k] + beyond)
         return trips[::-1], flow
 
     def _least_stale(self, period: Floats, trip: Floats, cuts: Sequence[Places]) -> BestCut | None:

@@ -28,6 +28,8 @@ PRECISION = 1e-3
 """Relative precision of the period for which a cut is looked for; what that cut reaches is then predicted exactly."""
 MOST_ENTRIES = 1_000_000
 """Pools whose tables have no more entries are kept whole."""
+NOT_WORTH_MOVING = "what it would add, if anything, is not worth the bytes that would have to move"
+"""Why a node without a stage has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +154,7 @@ class Forecast:
     def write(self, layouts: Sequence[Layout]) -> Plan:
         """Return the plan with these clusters; every one of them must be able to run."""
         cuts = [found for layout in layouts if (found := self.predict(layout, len(layouts))) is not None]
-        return write_plan(self.planner.profile, self.planner.fine, cuts)
+        return write_plan(self.planner.profile, self.planner.fine, cuts, unused_because=NOT_WORTH_MOVING)
 
     # ------------------------------------------------------------ lines between nodes, and to the requester
 

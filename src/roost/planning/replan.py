@@ -53,7 +53,7 @@ class PlanChange:
     pays_back_s: float
     """Seconds after the decision from which on more has been trained than without the change; infinite if never."""
     forced: bool
-    """True if a cluster has lost a node: it stands still until it is changed."""
+    """True if a cluster can no longer run (a node is gone, or lends too little): it stands still until it is changed."""
     reason: str
     """A sentence for people."""
 
@@ -88,10 +88,30 @@ def propose_change(
     except PlanningError:
         if best is None:
             raise
-    forced = any(forecast.broken(layout) for layout in old)
+    forced = any(not forecast.rate(layout, len(old)) for layout in old)
     if best.layouts == old or not (forced or search.score(best)[0] >= search.score(_Option(old, ()))[0] * (1 + LEAST_GAIN)):
         return None
     return _written(best, search, forced)
+
+
+def predict_again(
+    current: Plan,
+    profile: ModelProfile,
+    nodes: Sequence[NodeProfile],
+    links: Sequence[LinkProfile],
+    config: JobConfig,
+    *,
+    options: PlanningConfig = DEFAULTS,
+) -> Plan:
+    """Return `current` as it is, with what it is predicted to reach on the pool as it is now.
+
+    Raises PlanningError if a cluster can no longer run there; it can if propose_change returns None.
+    """
+    forecast, old = Forecast(planner=Planner.of(profile, nodes, links, config, options)), layouts_of(current)
+    for layout in old:
+        if not forecast.rate(layout, len(old)):
+            raise PlanningError(f"the cluster of {_listed(layout.nodes)} cannot run on the pool as it is now")
+    return forecast.write(old)
 
 
 def _written(option: _Option, search: _ChangeSearch, forced: bool) -> PlanChange:
@@ -130,6 +150,11 @@ def _listed(names: Sequence[str]) -> str:
     """Return names for people, the first few of many."""
     few = ", ".join(names[:MOST_NAMED])
     return few if len(names) <= MOST_NAMED else f"{few} and {len(names) - MOST_NAMED} more"
+
+
+def _verb(names: Sequence[str], verb: str) -> str:
+    """Return the verb in the form that fits so many nodes."""
+    return f"{verb}s" if len(names) == 1 else verb
 
 
 @dataclass(frozen=True)
@@ -223,7 +248,9 @@ class _ChangeSearch:
                 names = list(layout.nodes)
                 for place, name in zip(lost, chosen, strict=True):
                     names[place] = name
-                yield option.replaced(index, [Layout(tuple(names), layout.cuts)], f"{_listed(chosen)} takes over from {gone}")
+                yield option.replaced(
+                    index, [Layout(tuple(names), layout.cuts)], f"{_listed(chosen)} {_verb(chosen, 'take')} over from {gone}"
+                )
         if count > 1:
             yield option.replaced(index, [], f"the cluster of {_listed(layout.nodes)} is dissolved")
         what = f"without {gone}, " if lost else ""
@@ -259,7 +286,9 @@ class _ChangeSearch:
             for size in range(1, len(ordered) + 1):
                 found = self.forecast.cut(ordered[:size], len(option.layouts) + 1)
                 if found is not None:
-                    yield _Option((*option.layouts, found), (*option.why, f"{_listed(ordered[:size])} form a cluster"))
+                    yield _Option(
+                        (*option.layouts, found), (*option.why, f"{_listed(ordered[:size])} {_verb(ordered[:size], 'form')} a cluster")
+                    )
                     break
 
     def _changed(self, option: _Option, index: int, waiting: Sequence[str]) -> Iterator[_Option]:

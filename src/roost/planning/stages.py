@@ -57,6 +57,9 @@ class ClusterCut:
     cuts: tuple[int, ...]
     """First unit of every stage, and the number of units: one more entry than nodes."""
     in_flight: tuple[int, ...]
+    """Micro-batches in flight that hide every round trip: the least."""
+    allowed: tuple[int, ...]
+    """With headroom, where memory and the job's bound have room for it."""
     period_s: float
     """Seconds between two micro-batches."""
     staleness: int
@@ -79,19 +82,14 @@ class ClusterCut:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PeriodProbe:
-    """Looks for cuts that keep one period on a few nodes, which are numbered from 0 here.
-
-    All of a round trip has headroom but the first stage's own compute: so what is kept for the stages that follow is with
-    headroom throughout.
-    """
+    """Looks for cuts that keep one period on a few nodes, which are numbered from 0 here."""
 
     compute: Floats
     """Seconds by [node, first, last]."""
     limit: Floats
     """Longest round trip that the micro-batches which fit in memory hide, by [node, first, last]; -1 if the stage is too slow."""
     hop: Floats
-    """Seconds there and back with headroom by [node, next node, first unit of the next]; infinite if too slow."""
-    headroom: float
+    """Seconds there and back by [node, next node, first unit of the next]; infinite if too slow."""
     first_limit: float
     """Longest round trip from a first stage."""
 
@@ -106,25 +104,17 @@ class PeriodProbe:
             compute, limit = self.compute[nodes, :, -1], self.limit[nodes, :, -1]
             if first:
                 compute, limit = compute[:, :1], np.minimum(limit[:, :1], self.first_limit)
-            return np.where(compute <= limit, compute if first else self.headroom * compute, np.inf)
+            return np.where(compute <= limit, compute, np.inf)
         beyond = self.hop[nodes, orders[:, 1]] + tail
         if first:
             need = self.compute[nodes, 0] + beyond
             need[need > np.minimum(self.limit[nodes, 0], self.first_limit)] = np.inf
             return np.asarray(need.min(axis=1)[:, None])
-        need = self._with_headroom(nodes, beyond)
+        need = self.compute[nodes] + beyond[:, None, :]
+        need[need > self.limit[nodes]] = np.inf
         shortest = need.min(axis=2)
         shortest[:, 0] = np.inf
         return np.asarray(shortest)
-
-    def _with_headroom(self, nodes: Places, beyond: Floats) -> Floats:
-        compute = self.compute[nodes]
-        need = compute + beyond[:, None, :]
-        late = need > self.limit[nodes]
-        if self.headroom > 1:
-            need += (self.headroom - 1) * compute
-        need[late] = np.inf
-        return need
 
     def round_trips(self, orders: Orders) -> Floats:
         """Return the shortest round trip of each order, shape (orders,); infinite if it cannot keep the period."""
@@ -147,8 +137,7 @@ class PeriodProbe:
         for stage, tail in zip(range(count - 1), reversed(tails[:-1]), strict=True):
             need = self.compute[stage, cuts[-1]] + self.hop[stage, stage + 1] + tail[0]
             limit = self.limit[stage, cuts[-1]] if stage else np.minimum(self.limit[0, 0], self.first_limit)
-            extra = (self.headroom - 1) * self.compute[stage, cuts[-1]] if stage else 0.0
-            cuts.append(int(np.argmin(np.where(need <= limit, need + extra, np.inf))))
+            cuts.append(int(np.argmin(np.where(need <= limit, need, np.inf))))
         return (*cuts, units)
 
 
@@ -191,8 +180,7 @@ class StageCutter:
         return PeriodProbe(
             compute=tables.compute[chosen],
             limit=limit,
-            hop=np.where(slowest <= longest, self.maker.options.headroom * both, np.inf),
-            headroom=self.maker.options.headroom,
+            hop=np.where(slowest <= longest, both, np.inf),
             first_limit=math.inf if staleness is None else self._in_flight_at(staleness) * longest,
         )
 
@@ -275,6 +263,7 @@ class StageCutter:
             nodes=tuple(self.nodes[place] for place in order),
             cuts=cuts,
             in_flight=in_flight,
+            allowed=self._with_headroom(order, cuts, clusters, period, in_flight),
             period_s=period,
             staleness=staleness,
             value=self.value(order, period, staleness),
@@ -282,6 +271,19 @@ class StageCutter:
             send_s=send,
             limits=tuple(limits),
         )
+
+    def _with_headroom(
+        self, order: Sequence[int], cuts: tuple[int, ...], clusters: int, period_s: float, least: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Return the micro-batches that each stage may have in flight: a stage's own compute needs no headroom."""
+        tables, rho = self.tables(clusters), self.maker.options.headroom
+        trips, _ = self._trips(order, cuts, clusters)
+        allowed = []
+        for k, place in enumerate(order):
+            own = float(tables.compute[place, cuts[k], cuts[k + 1]])
+            most = int(tables.most_in_flight[place, cuts[k], cuts[k + 1]])
+            allowed.append(max(least[k], min(most, _needed(own + rho * (trips[k] - own), period_s))))
+        return tuple(allowed)
 
     def balanced(self, cut: ClusterCut, clusters: int) -> ClusterCut | None:
         """Return the cut with the same period and depth that sends least and is most balanced; None if the search finds none."""
@@ -334,18 +336,17 @@ class StageCutter:
         return max((self.at(order, cuts, clusters, period) for period in candidates), key=lambda cut: (cut.value, -cut.staleness))
 
     def _trips(self, order: Sequence[int], cuts: tuple[int, ...], clusters: int) -> tuple[list[float], list[float]]:
-        """Return the round trip from every stage with headroom (term 5), and the seconds of every flow (term 2)."""
-        tables, network, rho = self.tables(clusters), self.maker.network, self.maker.options.headroom
-        trips, hops, beyond = [], [], 0.0
+        """Return the round trip from every stage (term 5), and the seconds of every flow (term 2)."""
+        tables, network = self.tables(clusters), self.maker.network
+        trips, hops, trip = [], [], 0.0
         for k in range(len(order) - 1, -1, -1):
             if k < len(order) - 1:
                 size = float(self.maker.crossing[cuts[k + 1]])
                 for ends in ((order[k], order[k + 1]), (order[k + 1], order[k])):
                     hops.append(size / float(network.rate[ends]))
-                    beyond += float(network.latency[ends]) + hops[-1]
-            own = float(tables.compute[order[k], cuts[k], cuts[k + 1]])
-            trips.append(own + rho * beyond)
-            beyond += own
+                    trip += float(network.latency[ends]) + hops[-1]
+            trip += float(tables.compute[order[k], cuts[k], cuts[k + 1]])
+            trips.append(trip)
         return trips[::-1], hops
 
     def _limits(

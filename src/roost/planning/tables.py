@@ -20,6 +20,8 @@ MESSAGES_PER_MICRO_BATCH = 2
 """And its share of leases, data, completion and reports."""
 UPDATE_PASSES = 3
 """An optimizer step reads the gradient and the parameter and writes the parameter, besides its own state."""
+COPY_PASSES = 2
+"""An update while micro-batches are in flight reads the weights and writes them to a new place (weight stashing)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,9 +111,14 @@ class TableMaker:
 
     def _compute(self, nodes: Sequence[NodeProfile]) -> Floats:
         costs, memory = self.costs, self.memory
-        work = costs.seconds[None, :] - costs.seconds[:, None]
-        updated = costs.trainable_bytes[None, :] - costs.trainable_bytes[:, None]
-        updated = updated * ((UPDATE_PASSES + memory.optimizer_copies) / costs.micro_batches_per_batch)
+        m = costs.micro_batches_per_batch
+        work = costs.seconds + costs.update_seconds / m
+        work = work[None, :] - work[:, None] + costs.stage_seconds
+        passed = costs.unmeasured_bytes * (UPDATE_PASSES + memory.optimizer_copies) / m
+        passed = passed[None, :] - passed[:, None]
+        # Only the last stage never has older micro-batches in flight when it updates.
+        copied = costs.trainable_bytes[None, :] - costs.trainable_bytes[:, None]
+        copied = np.where(np.arange(costs.units + 1)[None, :] < costs.units, copied * (COPY_PASSES / m), 0.0)
         units = np.arange(costs.units + 1)
         neighbours = (units > 0).astype(np.float64)[:, None] + (units < costs.units).astype(np.float64)[None, :]
         messages = MESSAGES_PER_NEIGHBOUR * neighbours + MESSAGES_PER_MICRO_BATCH
@@ -121,7 +128,7 @@ class TableMaker:
             return np.asarray(values, dtype=np.float64)[:, None, None]
 
         compute = work * each([costs.reference_flop_per_s / node.flop_per_s for node in nodes])
-        compute = compute + updated * each([1 / node.memory_bytes_per_s if node.memory_bytes_per_s else 0.0 for node in nodes])
+        compute = compute + (passed + copied) * each([1 / node.memory_bytes_per_s if node.memory_bytes_per_s else 0.0 for node in nodes])
         compute = compute + messages * each([node.message_s for node in nodes])
         return np.asarray(compute + wired * each([node.wire_s_per_byte for node in nodes]), dtype=np.float64)
 

@@ -18,10 +18,15 @@ BINDS = 0.98
 """A term of a node that is at least this fraction of its cluster's period binds."""
 STRETCHED = 1.05
 """Rounds that take this many times the interval asked for are worth a note."""
+NO_GAIN = "no cluster would gain from it, so using it would not raise the predicted samples per second"
+"""Why a node that could hold a stage is a backup."""
 
 
-def write_plan(profile: ModelProfile, cutter: StageCutter, clusters: Sequence[ClusterCut]) -> Plan:
-    """Return the plan of these clusters, cut over all units of `profile`; nodes of the pool that are in none become backups."""
+def write_plan(profile: ModelProfile, cutter: StageCutter, clusters: Sequence[ClusterCut], *, unused_because: str = NO_GAIN) -> Plan:
+    """Return the plan of these clusters, cut over all units of `profile`; nodes of the pool that are in none become backups.
+
+    `unused_because` says for people why those of them are that could hold a stage.
+    """
     rates = [cutter.costs.micro_batch_size / cut.period_s for cut in clusters]
     network = cutter.maker.network
     segments = make_segments(profile, clusters, network)
@@ -41,7 +46,7 @@ def write_plan(profile: ModelProfile, cutter: StageCutter, clusters: Sequence[Cl
             share=share,
             samples_per_s=rate,
             bottleneck=cut.bottleneck,
-            staleness=cut.staleness,
+            staleness=older_versions(cut.allowed[0], cutter.costs.micro_batches_per_batch),
         )
         for index, (cut, rate, share) in enumerate(zip(clusters, rates, data_shares(rates), strict=True))
     )
@@ -50,7 +55,7 @@ def write_plan(profile: ModelProfile, cutter: StageCutter, clusters: Sequence[Cl
     notes = [f"cluster {plan.index} is bound by the {plan.bottleneck}: {plan.samples_per_s:.4g} samples/s" for plan in plans]
     notes += [_full(stage) for plan in plans for stage in plan.stages if stage.binding == "memory"]
     notes += _rounds(segments, round_s, round_updates, interval)
-    notes += [_why_unused(node, cutter, len(clusters) > 1) for node in unused]
+    notes += [_why_unused(node, cutter, len(clusters) > 1, unused_because) for node in unused]
     return Plan(
         clusters=plans,
         segments=segments,
@@ -70,7 +75,7 @@ def _stages(
     stages = []
     for index, node in enumerate(cut.nodes):
         first, last = cut.cuts[index], cut.cuts[index + 1]
-        needed = float(maker.memory.stage_bytes(first, last, cut.in_flight[index], averaging))
+        needed = float(maker.memory.stage_bytes(first, last, cut.allowed[index], averaging))
         sent, received, _ = maker.line_bytes(first, last, clusters)
         averaged = maker.round_bytes(first, last, clusters) / between_rounds_s if averaging else 0.0
         stage = StagePlan(
@@ -81,12 +86,12 @@ def _stages(
             last_unit=last,
             start=profile.units[first].start,
             stop=profile.units[last - 1].stop,
-            max_in_flight=cut.in_flight[index],
+            max_in_flight=cut.allowed[index],
             memory_needed_bytes=math.ceil(needed),
             memory_available_bytes=node.memory_bytes,
             compute_s=cut.compute_s[index],
             send_s=cut.send_s[index],
-            versions=1 + older_versions(cut.in_flight[index], cutter.costs.micro_batches_per_batch),
+            versions=1 + older_versions(cut.allowed[index], cutter.costs.micro_batches_per_batch),
             busy=min(1.0, cut.compute_s[index] / cut.period_s),
             sent_bytes_per_s=sent / cut.period_s + averaged,
             received_bytes_per_s=received / cut.period_s + averaged,
@@ -139,14 +144,14 @@ def _backups(pool: Sequence[NodeProfile], unused: Sequence[NodeProfile], plans: 
     return tuple(sorted(backups, key=lambda backup: (backup.cluster, backup.stage)))
 
 
-def _why_unused(node: NodeProfile, cutter: StageCutter, averaging: bool) -> str:
+def _why_unused(node: NodeProfile, cutter: StageCutter, averaging: bool, because: str) -> str:
     smallest = math.ceil(cutter.maker.memory.least_for_units(averaging).min())
     if node.memory_bytes < smallest:
         return (
             f"{node.node_id} is a backup: the smallest stage needs {_exact(smallest)} and it lends {_exact(node.memory_bytes)}, "
             f"{_exact(smallest - node.memory_bytes)} short"
         )
-    return f"{node.node_id} is a backup: no cluster would gain from it, so using it would not raise the predicted samples per second"
+    return f"{node.node_id} is a backup: {because}"
 
 
 def _exact(size: int) -> str:

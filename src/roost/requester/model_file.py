@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from roost.codec import decode_record, encode_record
+from roost.codec import decode_record
 from roost.config import JobConfig, NamedArguments
-from roost.errors import InvalidConfigError, MalformedMessageError
+from roost.requester.record_file import load_record, save_record
 from roost.types import ModelProfile
 
-MAX_FILE_BYTES = 64 << 20
+WHAT = "model's profile"
 HINT = "Make it again: roost plan SCRIPT --save-profile FILE."
 
 
@@ -25,11 +24,7 @@ class ModelFile:
 
     def save(self, path: Path) -> None:
         """Write it. Raises InvalidConfigError if the file cannot be written."""
-        text = json.dumps(encode_record(self), separators=(",", ":"), allow_nan=False)
-        try:
-            path.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise InvalidConfigError(f"{path}: the model's profile cannot be written: {error.strerror}") from error
+        save_record(self, path, what=WHAT)
 
     @classmethod
     def load(cls, path: Path) -> ModelFile:
@@ -37,23 +32,15 @@ class ModelFile:
 
         Raises InvalidConfigError if the file cannot be read or is anything else.
         """
-        try:
-            with path.open("rb") as stream:
-                data = stream.read(MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise InvalidConfigError(f"{path}: the model's profile cannot be read: {error.strerror}") from error
-        if len(data) > MAX_FILE_BYTES:
-            raise InvalidConfigError(f"{path}: a model's profile has at most {MAX_FILE_BYTES} bytes", hint=HINT)
-        try:
-            raw = json.loads(data)
-            if isinstance(raw, dict) and "units" in raw:
-                return _of_profile(decode_record(ModelProfile, raw))
-            loaded = decode_record(cls, raw)
-        except (ValueError, RecursionError, MalformedMessageError) as error:
-            what = error.message if isinstance(error, MalformedMessageError) else str(error)
-            raise InvalidConfigError(f"{path} is not a model's profile: {what}", hint=HINT) from error
-        assert isinstance(loaded, ModelFile)
-        return loaded
+        return load_record(path, _decode, what=WHAT, hint=HINT)
+
+
+def _decode(raw: object) -> ModelFile:
+    if isinstance(raw, dict) and "units" in raw:
+        return _of_profile(decode_record(ModelProfile, raw))
+    loaded = decode_record(ModelFile, raw)
+    assert isinstance(loaded, ModelFile)
+    return loaded
 
 
 def _of_profile(profile: ModelProfile) -> ModelFile:

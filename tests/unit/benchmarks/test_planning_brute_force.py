@@ -40,10 +40,12 @@ class ScalarModel:
             units = self.units[cuts[k] : cuts[k + 1]]
             out = (self.x(cuts[k + 1]) if k < last else 0) + (self.x(cuts[k]) if k > 0 else 0)
             into = self.x(cuts[k]) + (self.x(cuts[k + 1]) if k < last else 0)
-            seconds = sum(unit.forward_s + unit.backward_s for unit in units) * s.profile.reference_flop_per_s / node.flop_per_s
-            trainable = sum(unit.trainable_bytes for unit in units)
+            work = s.profile.stage_s + sum(unit.forward_s + unit.backward_s + unit.update_s / self.m for unit in units)
+            seconds = work * s.profile.reference_flop_per_s / node.flop_per_s
+            moved = sum((3 + self.o) * unit.trainable_bytes for unit in units if not unit.update_s)
+            moved += sum(2 * unit.trainable_bytes for unit in units) if k < last else 0
             if node.memory_bytes_per_s:
-                seconds += (3 + self.o) * trainable / (node.memory_bytes_per_s * self.m)
+                seconds += moved / (node.memory_bytes_per_s * self.m)
             neighbours = (k > 0) + (k < last)
             seconds += (2 * neighbours + 2) * node.message_s + (out + into) * node.wire_s_per_byte
             averaged = sum(tensor.nbytes for unit in units for tensor in unit.tensors if tensor.averaged)
@@ -57,8 +59,8 @@ class ScalarModel:
                 flows = [self.x(cuts[k + 1]) / there.bytes_per_s, self.x(cuts[k + 1]) / back.bytes_per_s]
                 period = max(period, *flows)
                 hops.append(there.latency_s + back.latency_s + sum(flows))
-        rho, kappa = s.options.headroom, s.options.staleness_cost
-        trips = [compute[k] + rho * (sum(hops[k:]) + sum(compute[k + 1 :])) for k in range(len(nodes))]
+        kappa = s.options.staleness_cost
+        trips = [sum(hops[k:]) + sum(compute[k:]) for k in range(len(nodes))]
         for k in range(len(nodes)):
             most = self.most_in_flight(order[k], cuts[k], cuts[k + 1], clusters > 1)
             if most == 0:

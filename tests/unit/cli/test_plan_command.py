@@ -23,6 +23,7 @@ from roost.codec import decode_record
 from roost.errors import NodeTooSmallError, PoolTooSmallError, RoostError, StageFailedError
 from roost.planning.advice import Advice
 from roost.requester.model_file import ModelFile
+from roost.requester.plan_file import load_plan
 from roost.types import Plan
 
 TWO = "nodes: [{name: desk, memory: 100MB}, {name: shed, memory: 100MB, speed: 0.5}]"
@@ -152,6 +153,97 @@ def test_planning_for_a_saved_model_never_imports_torch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+# ---------------------------------------------------------------- what should change about a plan
+
+THREE = "nodes: [{name: desk, memory: 100MB}, {name: shed, memory: 100MB, speed: 0.5}, {name: barn, memory: 100MB}]"
+
+
+@pytest.fixture
+def current(roost: Roost, tmp_path: Path) -> Path:
+    """Return the file of the plan for the pool TWO."""
+    path = tmp_path / "plan.json"
+    code, _, error = roost("--profile", saved_model(tmp_path), "--pool-file", pool_file(tmp_path, TWO), "--save-plan", path, "--no-advice")
+    assert (code, error) == (0, "")
+    return path
+
+
+def test_the_plan_that_is_saved_is_the_one_that_is_shown(roost: Roost, current: Path, tmp_path: Path) -> None:
+    record = json.loads(roost("--profile", saved_model(tmp_path), "--pool-file", pool_file(tmp_path, TWO), "--json")[1])
+    assert load_plan(current) == decode_record(Plan, record["plan"])
+    assert record["change"] is None
+
+
+def test_on_the_same_pool_nothing_should_change(roost: Roost, current: Path, tmp_path: Path) -> None:
+    arguments = ("--profile", saved_model(tmp_path), "--pool-file", pool_file(tmp_path, TWO), "--current", current)
+    code, out, error = roost(*arguments)
+    assert (code, error) == (0, "")
+    assert out.startswith("nothing is worth changing: no change would train 2% more within 600 s\nas it is, the plan reaches ")
+    assert "made-up: 2 clusters on 2 of 2 nodes" in out
+    assert "what would change it" not in out
+    record = json.loads(roost(*arguments, "--json")[1])
+    assert (record["change"], record["advice"], record["error"]) == (None, None, None)
+    assert decode_record(Plan, record["plan"]) == load_plan(current)
+
+
+def test_a_node_more_is_put_to_use_and_its_bytes_are_named(roost: Roost, current: Path, tmp_path: Path) -> None:
+    picture, after = tmp_path / "after.svg", tmp_path / "after.json"
+    arguments = ("--profile", saved_model(tmp_path), "--pool-file", pool_file(tmp_path, THREE), "--current", current)
+    code, out, error = roost(*arguments, "--svg", picture, "--save-plan", after)
+    assert (code, error) == (0, "")
+    assert out.startswith("the plan should change: barn forms a cluster: 6.0 MB move in ")
+    assert " -> barn: layers.0 .. 5, 6.0 MB in " in out
+    assert "(+67%); it has paid for itself after " in out
+    assert "made-up: 3 clusters on 3 of 3 nodes" in out
+    assert "barn" in picture.read_text()
+    record = json.loads(roost(*arguments, "--json")[1])
+    assert load_plan(after) == decode_record(Plan, record["plan"])
+    assert (record["change"]["forced"], record["advice"]) == (False, None)
+    (move,) = record["change"]["moves"]
+    assert (move["target"], move["nbytes"]) == ("barn", 6_000_000)
+
+
+def test_a_node_that_is_gone_forces_a_change(roost: Roost, current: Path, tmp_path: Path) -> None:
+    pool = pool_file(tmp_path, "nodes: [{name: shed, memory: 100MB, speed: 0.5}]")
+    code, out, _ = roost("--profile", saved_model(tmp_path), "--pool-file", pool, "--current", current)
+    assert code == 0
+    assert out.startswith("the plan must change (desk gone): the cluster of desk is dissolved: nothing has to move, then ")
+    assert "no node has to wait; +" in out
+    assert "it pays from the first moment on" in out
+
+
+def test_with_little_time_to_pay_nothing_is_moved(roost: Roost, current: Path, tmp_path: Path) -> None:
+    arguments = ("--profile", saved_model(tmp_path), "--pool-file", pool_file(tmp_path, THREE), "--current", current)
+    _, out, _ = roost(*arguments, "--payback-s", "0.01")
+    assert out.startswith("nothing is worth changing: no change would train 2% more within 0.01 s")
+    assert "barn is a backup: what it would add, if anything, is not worth the bytes" in " ".join(out.split())
+
+
+def test_a_pool_that_can_no_longer_hold_the_model_fails_with_what_would_do(roost: Roost, current: Path, tmp_path: Path) -> None:
+    arguments = ("--profile", saved_model(tmp_path), "--pool-file", pool_file(tmp_path, SMALL), "--current", current)
+    refused(roost(*arguments), "R301", "short", "Any one of these would do:", "desk lends ")
+    code, out, _ = roost(*arguments, "--json")
+    assert code == 1
+    assert (json.loads(out)["plan"], json.loads(out)["change"]) == (None, None)
+
+
+def test_a_plan_of_another_model_is_refused_before_anything_is_planned(
+    roost: Roost, current: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("make_plan", "propose_change", "local"):
+        monkeypatch.delattr(command, name)
+    other = saved_model(tmp_path, units=7)
+    for pool in (("--pool-file", pool_file(tmp_path, TWO)), ("--pool", "127.0.0.1:1")):
+        refused(roost("--profile", other, *pool, "--current", current), "R101", "plan.json: the plan is not one of made-up:")
+
+
+def test_a_script_is_asked_for_its_change_too(roost: Roost, tmp_path: Path) -> None:
+    path, plan = script(tmp_path, "roost.train(job)"), tmp_path / "plan.json"
+    assert roost(path, tmp_path, "--pool-file", pool_file(tmp_path, TWO), "--save-plan", plan, "--no-advice")[0] == 0
+    code, out, error = roost(path, tmp_path, "--pool-file", pool_file(tmp_path, TWO), "--current", plan)
+    assert (code, error) == (0, "")
+    assert out.startswith("the script talks\nnothing is worth changing") or "the plan should change" in out
+
+
 # ---------------------------------------------------------------- pools that are too small
 
 
@@ -273,6 +365,12 @@ def test_a_script_without_any_pool_is_told_the_three_ways(roost: Roost, tmp_path
         (["--profile", "model.json", "--local", "1", "--token", "x"], "--token goes with --pool"),
         (["--profile", "model.json", "--local", "1", "--wait", "0"], "wait must be positive"),
         (["--profile", "model.json", "--local", "1", "--svg", "no/such/plan.svg"], "there is no directory no/such"),
+        (["--profile", "model.json", "--local", "1", "--save-plan", "no/such/plan.json"], "there is no directory no/such"),
+        (["--profile", "model.json", "--local", "1", "--payback-s", "60"], "--payback-s goes with --current"),
+        (["--profile", "model.json", "--local", "1", "--current", "model.json", "--payback-s", "0"], "payback-s must be positive"),
+        (["--profile", "model.json", "--local", "1", "--current", "model.json", "--payback-s", "inf"], "payback-s must be positive"),
+        (["--profile", "model.json", "--local", "1", "--current", "none.json"], "none.json: the plan cannot be read"),
+        (["--profile", "model.json", "--local", "1", "--current", "model.json"], "model.json is not a plan"),
         (["--profile", "none.json", "--local", "1"], "none.json: the model's profile cannot be read"),
         (["--profile", "model.json", "--pool-file", "none.yaml"], "none.yaml: the file cannot be read"),
         (["--profile", "pool.yaml", "--pool-file", "pool.yaml"], "pool.yaml is not a model's profile"),
@@ -319,6 +417,22 @@ def test_a_pool_is_asked_for_its_nodes_and_links(
     assert {item["node_id"] for item in record["nodes"]} == {"one", "two"}
     assert {(item["source"], item["target"]) for item in record["links"]} == {("one", "two"), ("two", "one")}
     assert {stage.node_id for stage in decode_record(Plan, record["plan"]).stages} == {"one", "two"}
+
+
+def test_a_pool_is_asked_what_is_left_of_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, profile = tmp_path / "plan.json", saved_model(tmp_path)
+    names = ["one", "two"]
+    monkeypatch.setattr(command, "local", lambda nodes: InprocPool([node(name) for name in names], tmp_path))
+    command.run(PlanCommand(profile=profile, local_nodes=2, save_plan=path, advice=False))
+    names[:] = ["two", "three"]
+    capsys.readouterr()
+    command.run(PlanCommand(profile=profile, local_nodes=2, current=path, json_output=True))
+    record = json.loads(capsys.readouterr().out)
+    assert {item["node_id"] for item in record["nodes"]} == {"two", "three"}
+    assert record["change"]["forced"]
+    assert "one" not in {stage.node_id for stage in decode_record(Plan, record["plan"]).stages}
 
 
 def test_a_pool_that_is_too_small_gives_the_changes_that_would_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

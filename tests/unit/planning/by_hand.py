@@ -41,6 +41,8 @@ class ByHand:
         self.m = math.ceil(scene.config.batch_size / scene.config.micro_batch_size)
         self.links = {(link.source, link.target): link for link in scene.links}
         self.copies = OPTIMIZER_TENSORS[scene.config.optimizer.name]
+        self.alone: dict[tuple[str, int, int], tuple[float, float]] = {}
+        self.held: dict[tuple[int, int, int], float] = {}
 
     # ------------------------------------------------------------ symbols
 
@@ -85,7 +87,23 @@ class ByHand:
     def down(self, node: NodeProfile) -> float:
         return max((link.bytes_per_s for link in self.scene.links if link.target == node.node_id), default=12.5e6)
 
+    def own_terms(self, node: NodeProfile, first: int, last: int) -> tuple[float, float]:
+        """Return the compute of a stage, and the slowest of that and its lines."""
+        key = (node.node_id, first, last)
+        if key not in self.alone:
+            compute = self.compute(node, first, last)
+            uplink = self.line(self.bytes_out(first, last), first, last, self.up(node))
+            downlink = self.line(self.bytes_in(first, last), first, last, self.down(node))
+            self.alone[key] = compute, max(compute, uplink, downlink)
+        return self.alone[key]
+
     def memory(self, first: int, last: int, in_flight: int) -> float:
+        key = (first, last, in_flight)
+        if key not in self.held:
+            self.held[key] = self._memory(first, last, in_flight)
+        return self.held[key]
+
+    def _memory(self, first: int, last: int, in_flight: int) -> float:
         parts = self.units[first:last]
         held = sum(tensor.nbytes for unit in parts for tensor in unit.tensors)
         held += (1 + self.copies + math.ceil((in_flight - 1) / self.m)) * self.trainable(first, last)
@@ -105,11 +123,9 @@ class ByHand:
         slowest = 1e-9
         compute = []
         for k, node in enumerate(nodes):
-            first, last = cuts[k], cuts[k + 1]
-            compute.append(self.compute(node, first, last))
-            uplink = self.line(self.bytes_out(first, last), first, last, self.up(node))
-            downlink = self.line(self.bytes_in(first, last), first, last, self.down(node))
-            slowest = max(slowest, compute[-1], uplink, downlink)
+            own, busy = self.own_terms(node, cuts[k], cuts[k + 1])
+            compute.append(own)
+            slowest = max(slowest, busy)
         beyond = [0.0] * len(nodes)
         for k in range(len(nodes) - 2, -1, -1):
             there = self.links[nodes[k].node_id, nodes[k + 1].node_id]

@@ -1,4 +1,4 @@
-"""The steady state of one cluster's asynchronous pipeline, played through event by event.
+"""The steady state of one cluster's asynchronous pipeline, played through event by event: checks the cost model's claim about it.
 
 The cost model (docs/planning.md) says how long each micro-batch needs every node and every link; this module says what
 comes of it when they wait for each other: each stage computes one thing at a time, never with more than its micro-batches in

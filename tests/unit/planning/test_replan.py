@@ -18,7 +18,7 @@ from roost.errors import PlanningError
 from roost.planning import make_plan
 from roost.planning.planner import Planner
 from roost.planning.relocation import Forecast, Layout
-from roost.planning.replan import PlanChange, propose_change
+from roost.planning.replan import PlanChange, predict_again, propose_change
 from roost.types import LinkProfile, ModelProfile, NodeProfile, Plan
 
 DEFAULTS, QUICK = PlanningConfig(), PlanningConfig(effort=0.1)
@@ -238,6 +238,37 @@ def test_too_slow_a_cluster_is_not_formed() -> None:
     profile, nodes = even_model(12), [*pairs(2), node("slow", memory=80 * MB, speed=0.01)]
     plan = built(profile, nodes[:2], job(), "n0 n1")
     assert change_for(plan, profile, nodes, job()) is None
+
+
+def test_a_node_left_without_memory_for_its_stage_forces_a_change() -> None:
+    profile, nodes = even_model(12), pairs(4)
+    plan = built(profile, nodes, job(), "n0 n1", "n2 n3")
+    now = [dataclasses.replace(m, memory_bytes=MB) if m.node_id == "n3" else m for m in nodes]
+    change = changed(plan, profile, now, job())
+    assert change.forced
+    assert "n3" not in {stage.node_id for stage in change.plan.stages}
+    with pytest.raises(PlanningError, match="the cluster of n2, n3 cannot run on the pool as it is now"):
+        predict_again(plan, profile, now, all_links(now), job())
+
+
+def test_what_is_left_as_it_is_is_predicted_for_the_pool_as_it_is_now() -> None:
+    profile, nodes = even_model(12), pairs(5)
+    plan = built(profile, nodes[:4], job(), "n0 n1", "n2 n3")
+    now = slowed(nodes, "n0", 0.5)
+    again = predict_again(plan, profile, now, all_links(now), job())
+    assert stages(again) == stages(plan)
+    assert again.clusters[0].samples_per_s == pytest.approx(plan.clusters[0].samples_per_s / 2, rel=0.01)
+    assert again.clusters[1].samples_per_s == pytest.approx(plan.clusters[1].samples_per_s)
+    assert again.backups == ("n4",)
+    assert "n4 is a backup: what it would add, if anything, is not worth the bytes that would have to move" in again.notes
+
+
+def test_one_node_forms_a_cluster_and_two_form_one() -> None:
+    profile, nodes = even_model(12), [*pairs(2), node("big", memory=90 * MB)]
+    plan = built(profile, nodes[:2], job(), "n0 n1")
+    assert "big forms a cluster" in changed(plan, profile, nodes, job()).reason
+    more = pairs(4)
+    assert "n2, n3 form a cluster" in changed(plan, profile, more, job()).reason
 
 
 # ------------------------------------------------------------ moves

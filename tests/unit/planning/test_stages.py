@@ -13,7 +13,7 @@ from by_hand import ByHand, Reached
 from synthetic import KB, MB, Scene, all_links, even_model, job, link, model, node, random_scene, scene, unit
 
 from roost.config import PlanningConfig
-from roost.planning.stages import ClusterCut, StageCutter
+from roost.planning.stages import BALANCE_WEIGHT, ClusterCut, StageCutter
 from roost.types import LinkProfile, ModelProfile, NodeProfile
 
 BARE = PlanningConfig(headroom=1.0, staleness_cost=0.0)
@@ -61,7 +61,7 @@ def test_the_round_trip_is_both_ways_and_the_computation_behind_with_headroom() 
     behind_a = 0.001 + 0.001 + 0.002 + 0.002 + 0.006 + behind_b
     trips = {"a": 0.003 + 2 * behind_a, "b": 0.006 + 2 * behind_b, "c": 0.009}
     assert cut.period_s == pytest.approx(0.009)
-    assert cut.in_flight == tuple(math.ceil(trip / 0.009) for trip in trips.values()) == (9, 6, 1)
+    assert cut.in_flight == tuple(math.ceil(trip / 0.009) for trip in trips.values()) == (8, 6, 1)
     waiting = {limit.node_id: limit.seconds for limit in cut.limits if limit.kind == "round trip"}
     assert waiting == pytest.approx({name: trip / math.ceil(trip / 0.009) for name, trip in trips.items()})
     assert cut.send_s == pytest.approx((0.002, 0.008, 0.0))
@@ -271,8 +271,23 @@ def test_a_period_can_be_kept_exactly_if_it_is_no_shorter_than_the_least(seed: i
             assert cutter.at(order, cuts, 2, period).period_s <= period * (1 + 1e-8)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_a_balanced_cut_is_as_good_and_sends_no_more(seed: int) -> None:
+def traffic_and_imbalance(made: Scene, cut: ClusterCut, cuts: tuple[int, ...]) -> float | None:
+    """Return what a balanced cut keeps small, by hand: flows both ways and a little of unequal work; None if these cuts are worse."""
+    by_hand, nodes, limit = ByHand(made, 1), cut.nodes, cut.period_s * (1 + 1e-9)
+    if by_hand.terms(nodes, cuts)[0] > limit:
+        return None
+    if any(by_hand.memory(cuts[k], cuts[k + 1], cut.in_flight[k]) > nodes[k].memory_bytes for k in range(len(nodes))):
+        return None
+    compute = [by_hand.compute(member, cuts[k], cuts[k + 1]) for k, member in enumerate(nodes)]
+    flows = 0.0
+    for k in range(len(nodes) - 1):
+        ends = nodes[k].node_id, nodes[k + 1].node_id
+        flows += by_hand.x(cuts[k + 1]) * (1 / by_hand.links[ends].bytes_per_s + 1 / by_hand.links[ends[::-1]].bytes_per_s)
+    return flows + BALANCE_WEIGHT * sum(seconds * seconds / cut.period_s for seconds in compute)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_a_balanced_cut_keeps_period_and_memory_and_sends_least(seed: int) -> None:
     made = random_scene(random.Random(300 + seed), nodes=3, units=7)
     cutter = made.cutter()
     found = cutter.best(np.asarray([(0, 1, 2)], dtype=np.intp), 1, least_s=0.0)
@@ -283,10 +298,8 @@ def test_a_balanced_cut_is_as_good_and_sends_no_more(seed: int) -> None:
     first = cutter.at((0, 1, 2), cuts, 1, found[1])
     other = cutter.balanced(first, 1)
     assert other is not None
-    assert other.value >= cutter.predict(first.nodes, other.cuts, 1).value * (1 - 1e-9)  # type: ignore[union-attr]
-    assert sum(cutter.maker.crossing[list(other.cuts)]) <= sum(cutter.maker.crossing[list(first.cuts)]) * (1 + 1e-9) or sum(
-        other.send_s
-    ) <= sum(first.send_s)
+    every = [traffic_and_imbalance(made, first, (0, *inner, 7)) for inner in itertools.combinations(range(1, 7), 2)]
+    assert traffic_and_imbalance(made, first, other.cuts) == pytest.approx(min(weight for weight in every if weight is not None))
 
 
 def test_a_part_of_a_cutter_predicts_the_same_for_its_nodes() -> None:

@@ -1,4 +1,4 @@
-"""The steady state of a pipeline, played through."""
+"""The cost model's claim about the steady state, checked by playing pipelines through."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import random
 from collections.abc import Sequence
 
 import pytest
+from steady_state import SimulatedHop, SimulatedStage, simulate_steady_state
 
 from roost.errors import InvalidConfigError
-from roost.planning.steady_state import SimulatedHop, SimulatedStage, simulate_steady_state
 
 
 def stage(forward: float = 1.0, backward: float = 2.0, in_flight: int = 1, **fields: float) -> SimulatedStage:
