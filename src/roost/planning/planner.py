@@ -110,14 +110,28 @@ class Planner:
         return None if found is None else [result.order for result in found]
 
     def exact_cuts(self, orders: Sequence[tuple[int, ...]]) -> list[ClusterCut]:
-        """Return the best cuts between any two units for these clusters, the fastest first."""
-        count, cuts = len(orders), []
-        for order in orders:
-            groups = GroupSearch(cutter=self.fine.part(order))
-            result = groups.of_order(range(len(order)), count)
-            assert result is not None, "every cut between merged units is a cut between units"
-            cuts.append(groups.cut_of(result, count))
-        return sorted(cuts, key=lambda cut: (cut.period_s, tuple(node.node_id for node in cut.nodes)))
+        """Return the best cuts between any two units for these clusters, the fastest first.
+
+        Clusters that turn out too slow to be in a plan with the others are left out.
+        """
+        bounds = self.bounds
+        while True:
+            cuts = sorted(
+                (self._exact_cut(order, len(orders)) for order in orders),
+                key=lambda cut: (cut.period_s, tuple(node.node_id for node in cut.nodes)),
+            )
+            if bounds.balanced([cut.period_s for cut in cuts]):
+                return cuts
+            # With fewer clusters the others average less, and may be faster: all are cut anew.
+            kept = [cut for cut in cuts if cut.period_s * bounds.slowest <= cuts[0].period_s]
+            places = self.fine.maker.network.places
+            orders = [tuple(places[node.node_id] for node in cut.nodes) for cut in cuts[: max(len(kept), bounds.least)]]
+
+    def _exact_cut(self, order: tuple[int, ...], clusters: int) -> ClusterCut:
+        groups = GroupSearch(cutter=self.fine.part(order))
+        result = groups.of_order(range(len(order)), clusters)
+        assert result is not None, "every cut between merged units is a cut between units"
+        return groups.cut_of(result, clusters)
 
     # ------------------------------------------------------------ what cannot be planned
 

@@ -133,6 +133,11 @@ class TableMaker:
         return np.asarray(compute + wired * each([node.wire_s_per_byte for node in nodes]), dtype=np.float64)
 
 
+def messages_of(first: int, last: int, units: int) -> int:
+    """Return the messages per micro-batch of the stage first .. last-1 of a model with `units` units."""
+    return MESSAGES_PER_NEIGHBOUR * ((first > 0) + (last < units)) + MESSAGES_PER_MICRO_BATCH
+
+
 def shared_line(piped: Floats, averaged: Floats, bytes_per_s: Floats) -> Floats:
     """Return the seconds per micro-batch that a line is busy, by [node, first, last].
 

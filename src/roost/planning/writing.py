@@ -11,6 +11,7 @@ from roost.planning.averaging import round_seconds
 from roost.planning.memory import older_versions
 from roost.planning.segments import make_segments
 from roost.planning.shares import data_shares
+from roost.planning.sharing import shares_of_cores
 from roost.planning.stages import ClusterCut, StageCutter
 from roost.types import BackupPlan, ClusterPlan, ModelProfile, NodeProfile, Plan, SegmentPlan, StagePlan
 
@@ -27,7 +28,8 @@ def write_plan(profile: ModelProfile, cutter: StageCutter, clusters: Sequence[Cl
 
     `unused_because` says for people why those of them are that could hold a stage.
     """
-    rates = [cutter.costs.micro_batch_size / cut.period_s for cut in clusters]
+    shared = shares_of_cores(cutter, clusters)
+    rates = [cutter.costs.micro_batch_size / cut.period_s * share for cut, share in zip(clusters, shared, strict=True)]
     network = cutter.maker.network
     segments = make_segments(profile, clusters, network)
     piped = {
@@ -54,6 +56,7 @@ def write_plan(profile: ModelProfile, cutter: StageCutter, clusters: Sequence[Cl
     unused = [node for node in cutter.nodes if node.node_id not in used]
     notes = [f"cluster {plan.index} is bound by the {plan.bottleneck}: {plan.samples_per_s:.4g} samples/s" for plan in plans]
     notes += [_full(stage) for plan in plans for stage in plan.stages if stage.binding == "memory"]
+    notes += _crowded(shared)
     notes += _rounds(segments, round_s, round_updates, interval)
     notes += [_why_unused(node, cutter, len(clusters) > 1, unused_because) for node in unused]
     return Plan(
@@ -117,6 +120,15 @@ def _full(stage: StagePlan) -> str:
         f"{stage.node_id} could compute more ({stage.busy:.0%} busy), but its memory is full: "
         f"{format_bytes(stage.memory_needed_bytes)} of {format_bytes(stage.memory_available_bytes)}"
     )
+
+
+def _crowded(shared: Sequence[float]) -> list[str]:
+    if min(shared) == 1.0:
+        return []
+    return [
+        f"nodes that share a machine have too few cores for this plan: it reaches {min(shared):.0%} of what the same nodes would "
+        "reach on machines of their own"
+    ]
 
 
 def _rounds(segments: Sequence[SegmentPlan], round_s: float, round_updates: float, interval: int) -> list[str]:

@@ -68,10 +68,14 @@ class ByHand:
     # ------------------------------------------------------------ terms
 
     def compute(self, node: NodeProfile, first: int, last: int) -> float:
-        work = sum(unit.forward_s + unit.backward_s for unit in self.units[first:last]) * self.scale
+        parts = self.units[first:last]
+        work = sum(unit.forward_s + unit.backward_s for unit in parts) * self.scale
+        work += sum(unit.update_s for unit in parts) / self.m + self.scene.profile.stage_s
         seconds = work * self.scene.profile.reference_flop_per_s / node.flop_per_s
         if node.memory_bytes_per_s:
-            seconds += (3 + self.copies) * self.trainable(first, last) / (node.memory_bytes_per_s * self.m)
+            unmeasured = sum(unit.trainable_bytes for unit in parts if not unit.update_s)
+            copied = 2 * self.trainable(first, last) if last < len(self.units) else 0
+            seconds += ((3 + self.copies) * unmeasured + copied) / (node.memory_bytes_per_s * self.m)
         neighbours = (first > 0) + (last < len(self.units))
         seconds += (2 * neighbours + 2) * node.message_s
         return seconds + (self.bytes_in(first, last) + self.bytes_out(first, last)) * node.wire_s_per_byte
@@ -119,21 +123,21 @@ class ByHand:
     # ------------------------------------------------------------ one order, one cut
 
     def terms(self, nodes: Sequence[NodeProfile], cuts: Sequence[int]) -> tuple[float, list[float]]:
-        """Return the slowest of terms 1 to 4, and the round trip from every stage with headroom."""
+        """Return the slowest of terms 1 to 4, and the round trip from every stage."""
         slowest = 1e-9
         compute = []
         for k, node in enumerate(nodes):
             own, busy = self.own_terms(node, cuts[k], cuts[k + 1])
             compute.append(own)
             slowest = max(slowest, busy)
-        beyond = [0.0] * len(nodes)
+        trips = list(compute)
         for k in range(len(nodes) - 2, -1, -1):
             there = self.links[nodes[k].node_id, nodes[k + 1].node_id]
             back = self.links[nodes[k + 1].node_id, nodes[k].node_id]
             flows = self.x(cuts[k + 1]) / there.bytes_per_s, self.x(cuts[k + 1]) / back.bytes_per_s
             slowest = max(slowest, *flows)
-            beyond[k] = there.latency_s + back.latency_s + sum(flows) + compute[k + 1] + beyond[k + 1]
-        return slowest, [own + self.options.headroom * rest for own, rest in zip(compute, beyond, strict=True)]
+            trips[k] += there.latency_s + back.latency_s + sum(flows) + trips[k + 1]
+        return slowest, trips
 
     def best_depth(self, order: tuple[int, ...], cuts: tuple[int, ...]) -> list[Reached]:
         """Return what every depth that fits reaches; none if memory does not suffice."""
@@ -156,9 +160,7 @@ class ByHand:
             if fits:
                 staleness = math.ceil((in_flight[0] - 1) / self.m)
                 value = self.config.micro_batch_size / period / (1 + self.options.staleness_cost * staleness) * reliability
-                found.append(
-                    Reached(value=value, period_s=period, staleness=staleness, in_flight=in_flight, order=order, cuts=tuple(cuts))
-                )
+                found.append(Reached(value=value, period_s=period, staleness=staleness, in_flight=in_flight, order=order, cuts=tuple(cuts)))
         return found
 
     def everything(self, orders: Iterator[tuple[int, ...]] | Sequence[tuple[int, ...]]) -> list[Reached]:

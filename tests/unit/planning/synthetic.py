@@ -31,6 +31,7 @@ def unit(
     parameters: int = MB,
     saved: int = 100 * KB,
     crossing: int = 10 * KB,
+    update: float = 0.0,
     extra: Sequence[TensorRecord] = (),
 ) -> UnitProfile:
     return UnitProfile(
@@ -43,12 +44,18 @@ def unit(
         tensors=(parameter(f"layers.{index}.weight", parameters), *extra) if parameters else tuple(extra),
         saved_bytes=saved,
         crossing_bytes=crossing,
+        update_s=update,
     )
 
 
-def model(units: Sequence[UnitProfile], *, micro_batch_size: int = 8, input_bytes: int = 10 * KB) -> ModelProfile:
+def model(units: Sequence[UnitProfile], *, micro_batch_size: int = 8, input_bytes: int = 10 * KB, stage: float = 0.0) -> ModelProfile:
     return ModelProfile(
-        name="made-up", micro_batch_size=micro_batch_size, reference_flop_per_s=REFERENCE, units=tuple(units), input_bytes=input_bytes
+        name="made-up",
+        micro_batch_size=micro_batch_size,
+        reference_flop_per_s=REFERENCE,
+        units=tuple(units),
+        input_bytes=input_bytes,
+        stage_s=stage,
     )
 
 
@@ -146,10 +153,12 @@ def random_scene(rng: random.Random, *, nodes: int, units: int, links: str = "mi
                 parameters=rng.choice([0, 4 * KB, MB, 2 * MB]),
                 saved=rng.choice([0, 100 * KB, 500 * KB]),
                 crossing=rng.choice([0, KB, 20 * KB, 200 * KB]),
+                update=rng.choice([0.0, 0.0005]),
             )
             for index in range(units)
         ],
         input_bytes=rng.choice([0, 10 * KB]),
+        stage=rng.choice([0.0, 0.0003]),
     )
     measured = rng.random() < 0.5
     costs = {"memory_bytes_per_s": 2e9, "message_s": 2e-4, "wire_s_per_byte": 2e-9} if measured else {}

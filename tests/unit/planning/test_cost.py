@@ -18,6 +18,15 @@ def test_a_stage_is_a_difference_of_two_sums() -> None:
     assert list(costs.saved_bytes) == [0, 100 * KB, 200 * KB, 300 * KB]
 
 
+def test_the_updates_that_were_measured_and_the_bytes_of_the_others_are_kept_apart() -> None:
+    profile = model([unit(0, update=0.5), unit(1), unit(2, update=0.25, parameters=2 * MB)], stage=0.125)
+    costs = unit_costs(profile, job(micro_batch_size=4))
+    # An update and the start of a stage take as long whatever the micro-batch size is.
+    assert list(costs.update_seconds) == [0, 0.5, 0.5, 0.75]
+    assert list(costs.unmeasured_bytes) == [0, 0, MB, MB]
+    assert costs.stage_seconds == 0.125
+
+
 def test_inputs_cross_the_cut_before_the_first_unit_and_nothing_crosses_the_end() -> None:
     costs = unit_costs(model([unit(0, crossing=1), unit(1, crossing=2), unit(2, crossing=3)], input_bytes=7), job())
     assert list(costs.crossing_bytes) == [7, 1, 2, 0]

@@ -99,7 +99,9 @@ def test_nothing_is_faster_or_worth_more_than_the_bounds_say(seed: int) -> None:
 
 
 def test_the_bound_of_a_group_that_only_computes_is_what_it_reaches() -> None:
-    search = scene(even_model(12, crossing=0), [node("a", speed=2.0), node("b")], config=job(), options=PlanningConfig(headroom=1.0)).groups()
+    search = scene(
+        even_model(12, crossing=0), [node("a", speed=2.0), node("b")], config=job(), options=PlanningConfig(headroom=1.0)
+    ).groups()
     group = frozenset((0, 1))
     assert search.least_period(group, 1) == pytest.approx(0.012)
     found = search.exact(group, 1)

@@ -15,7 +15,7 @@ from roost.planning.local_search import LocalSearch
 from roost.planning.partitions import Bounds
 
 FREE = Bounds(least=1, most=0, slowest=0.0)
-LITTLE = 10_000_000
+LITTLE = 6_000_000
 
 
 def local(made: Scene, *, bounds: Bounds = FREE, budget: int = LITTLE, seed: int = 0, clusters: int = 3) -> LocalSearch:
@@ -44,7 +44,7 @@ def check(made: Scene, partition: tuple[Group, ...], bounds: Bounds) -> None:
     assert total(made.groups(), partition) > 0
 
 
-@pytest.mark.parametrize(("size", "seed"), [(9, 0), (10, 1), (11, 2), (12, 3), (12, 4)])
+@pytest.mark.parametrize(("size", "seed"), [(9, 0), (10, 1), (12, 3)])
 def test_what_is_found_is_never_worse_than_any_start(size: int, seed: int) -> None:
     made = pool_of(size, seed)
     search = local(made, seed=seed)
@@ -57,7 +57,7 @@ def test_what_is_found_is_never_worse_than_any_start(size: int, seed: int) -> No
         assert total(made.groups(), found) >= total(made.groups(), start) * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_more_work_finds_more_on_the_way_and_never_less_than_none(seed: int) -> None:
     made = pool_of(11, 10 + seed)
     values = []
@@ -127,7 +127,7 @@ def best_by_rough_values(groups: GroupSearch, clusters: int) -> float:
     return best
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(9))
 def test_it_comes_near_the_best_of_a_pool_in_which_everything_can_be_tried(seed: int) -> None:
     made = random_scene(random.Random(6000 + seed), nodes=6, units=6)
     clusters = 1 + seed % 3
@@ -141,9 +141,8 @@ def test_it_comes_near_the_best_of_a_pool_in_which_everything_can_be_tried(seed:
         assert 0.95 * best <= total(groups, found, clusters) <= best * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_pool_of_thirty_reaches_nearly_what_its_nodes_can_compute(seed: int) -> None:
-    nodes = random_pool(random.Random(seed), 30, least=12 * MB, most=40 * MB, spread=4)
+def test_a_pool_of_thirty_reaches_nearly_what_its_nodes_can_compute() -> None:
+    nodes = random_pool(random.Random(0), 30, least=12 * MB, most=40 * MB, spread=4)
     made = scene(even_model(12, crossing=1000), nodes, config=job(averaging_interval=1000))
     found = local(made, budget=2 * LITTLE, clusters=10).best()
     assert found is not None

@@ -5,23 +5,31 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import time
+from collections.abc import Sequence
 
 import pytest
+from by_hand import best_partition
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from synthetic import KB, MB, all_links, even_model, job, model, node, random_pool, unit
+from synthetic import KB, MB, all_links, even_model, job, link, model, node, random_pool, random_scene, scene, unit
 
-from roost.config import JobConfig
+from roost.config import JobConfig, PlanningConfig
 from roost.errors import EmptyPoolError, InvalidConfigError, NodeTooSmallError, PlanningError, PoolTooSmallError
 from roost.planning import make_plan
+from roost.planning.planner import SEARCHED_UNITS, Planner
 from roost.types import LinkProfile, ModelProfile, NodeProfile, Plan
+
+LITTLE = PlanningConfig(effort=0.02)
 
 
 def plan_for(
-    profile: ModelProfile, nodes: list[NodeProfile], config: JobConfig | None = None, links: list[LinkProfile] | None = None
+    profile: ModelProfile,
+    nodes: Sequence[NodeProfile],
+    config: JobConfig | None = None,
+    links: Sequence[LinkProfile] | None = None,
+    options: PlanningConfig = LITTLE,
 ) -> Plan:
-    return make_plan(profile, nodes, all_links(nodes) if links is None else links, config or job(), random.Random(0))
+    return make_plan(profile, nodes, all_links(nodes) if links is None else links, config or job(), random.Random(0), options=options)
 
 
 def five_nodes() -> list[NodeProfile]:
@@ -30,7 +38,7 @@ def five_nodes() -> list[NodeProfile]:
     return [*large, *small]
 
 
-def check(plan: Plan, profile: ModelProfile, nodes: list[NodeProfile]) -> None:
+def check(plan: Plan, profile: ModelProfile, nodes: Sequence[NodeProfile]) -> None:
     """Assert what must hold for every plan."""
     memory = {member.node_id: member.memory_bytes for member in nodes}
     assert sorted([*(stage.node_id for stage in plan.stages), *plan.backups]) == sorted(memory)
@@ -41,8 +49,9 @@ def check(plan: Plan, profile: ModelProfile, nodes: list[NodeProfile]) -> None:
             assert (stage.cluster, stage.index) == (cluster.index, index)
             assert stage.memory_needed_bytes <= stage.memory_available_bytes == memory[stage.node_id]
             assert (stage.start, stage.stop) == (profile.units[stage.first_unit].start, profile.units[stage.last_unit - 1].stop)
-            assert 1 <= stage.max_in_flight <= len(cluster.stages) - index
+            assert stage.max_in_flight >= 1
         assert cluster.samples_per_s > 0
+        assert [stage.max_in_flight for stage in cluster.stages] == sorted((stage.max_in_flight for stage in cluster.stages), reverse=True)
     assert math.fsum(cluster.share for cluster in plan.clusters) == pytest.approx(1.0)
     assert plan.samples_per_s == pytest.approx(sum(cluster.samples_per_s for cluster in plan.clusters))
     check_segments(plan, profile)
@@ -64,15 +73,12 @@ def test_two_large_fast_and_three_small_slow_nodes_form_two_clusters_that_are_cu
     plan = plan_for(profile, nodes)
     check(plan, profile, nodes)
     first, second = plan.clusters
-    assert [stage.node_id for stage in first.stages] == ["large-1", "large-2"]
-    assert [stage.node_id for stage in second.stages] == ["small-1", "small-2", "small-3"]
+    assert {stage.node_id for stage in first.stages} == {"large-1", "large-2"}
+    assert {stage.node_id for stage in second.stages} == {"small-1", "small-2", "small-3"}
     assert [stage.first_unit for stage in first.stages] == [0, 6]
     assert [stage.first_unit for stage in second.stages] == [0, 4, 8]
-    assert [stage.max_in_flight for stage in first.stages] == [2, 1]
-    assert [stage.max_in_flight for stage in second.stages] == [3, 2, 1]
     rates = [first.samples_per_s, second.samples_per_s]
     assert [first.share, second.share] == pytest.approx([rate / sum(rates) for rate in rates])
-    assert first.share == pytest.approx(0.625, abs=0.01)
     assert [len(segment.tensors) for segment in plan.segments] == [4, 2, 2, 4]
     assert plan.backups == ()
 
@@ -88,9 +94,29 @@ def test_a_prediction_says_how_fast_and_what_binds() -> None:
 
 
 def test_the_bound_of_the_job_on_in_flight_micro_batches_is_kept() -> None:
-    profile = even_model(12)
-    plan = plan_for(profile, five_nodes(), job(max_in_flight=2))
-    assert [stage.max_in_flight for stage in plan.clusters[1].stages] == [2, 2, 1]
+    plan = plan_for(even_model(12), five_nodes(), job(max_in_flight=2))
+    assert max(stage.max_in_flight for stage in plan.stages) == 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_small_pool_gets_the_best_of_all_plans(seed: int) -> None:
+    made = random_scene(random.Random(7000 + seed), nodes=4, units=4)
+    best = best_partition(made)
+    if best is None:
+        with pytest.raises((NodeTooSmallError, PoolTooSmallError)):
+            plan_for(made.profile, made.nodes, made.config, made.links, made.options)
+        return
+    planner = Planner.of(made.profile, made.nodes, made.links, made.config, made.options)
+    orders = planner.search(random.Random(0))
+    assert orders is not None
+    cuts = planner.exact_cuts(orders)
+    assert math.fsum(cut.value for cut in cuts) == pytest.approx(best[0], rel=1e-6)
+    plan = plan_for(made.profile, made.nodes, made.config, made.links, made.options)
+    check(plan, made.profile, made.nodes)
+    assert [tuple(stage.node_id for stage in cluster.stages) for cluster in plan.clusters] == [
+        tuple(member.node_id for member in cut.nodes) for cut in cuts
+    ]
+    assert plan.samples_per_s == pytest.approx(math.fsum(8 / cut.period_s for cut in cuts))
 
 
 def test_an_empty_pool_is_refused() -> None:
@@ -162,25 +188,78 @@ def test_the_order_in_which_nodes_are_given_does_not_matter() -> None:
     assert plan_for(even_model(9), nodes) == plan_for(even_model(9), list(reversed(nodes)))
 
 
-def test_a_model_of_many_units_is_cut_exactly() -> None:
+def test_a_model_of_many_units_is_cut_between_any_two_of_them() -> None:
     profile = even_model(150, parameters=100 * KB, saved=KB, crossing=KB)
-    nodes = [node("a", speed=1.0, memory=40 * MB), node("b", speed=0.51, memory=40 * MB)]
-    plan = plan_for(profile, nodes, job(max_clusters=1))
+    assert SEARCHED_UNITS[0][1] < 150
+    nodes = [node("a", speed=1.0, memory=60 * MB), node("b", speed=0.5152, memory=60 * MB)]
+    plan = plan_for(profile, nodes, job(max_clusters=1), options=PlanningConfig(effort=0.02, staleness_cost=0.0))
     check(plan, profile, nodes)
-    assert plan.samples_per_s == pytest.approx(8 / (0.003 * 99.5), rel=0.01)
+    # 99 units on a and 51 on b take 297 ms on either; every other cut takes longer.
+    assert plan.samples_per_s == pytest.approx(8 / 0.297, rel=1e-6)
+    assert sorted(stage.last_unit - stage.first_unit for stage in plan.stages) == [51, 99]
 
 
-def test_a_hundred_nodes_are_planned_in_seconds_and_alike_each_time() -> None:
-    nodes = random_pool(random.Random(1), 100, least=20 * MB, most=200 * MB, spread=10)
-    profile = even_model(100)
-    before = time.process_time()
-    plan = plan_for(profile, nodes, links=[])
-    assert time.process_time() - before < 6
+def test_nodes_that_are_only_just_large_enough_are_cut_between_units_that_a_search_would_merge() -> None:
+    sizes = [100 * KB] * 150
+    profile = model([unit(index, parameters=size, saved=0, crossing=0) for index, size in enumerate(sizes)], input_bytes=0)
+    # 73 and 77 units, to the byte, with one micro-batch in flight.
+    nodes = [node("a", memory=2 * 73 * 100 * KB), node("b", memory=2 * 77 * 100 * KB)]
+    plan = plan_for(profile, nodes)
     check(plan, profile, nodes)
-    assert plan == plan_for(profile, nodes, links=[])
+    assert {stage.node_id: stage.last_unit - stage.first_unit for stage in plan.stages} == {"a": 73, "b": 77}
 
 
-@settings(max_examples=60, deadline=None)
+def test_pools_beyond_an_exact_search_are_planned_alike_each_time_and_within_the_bounds() -> None:
+    nodes = random_pool(random.Random(1), 12, least=10 * MB, most=40 * MB, spread=5)
+    profile = even_model(10)
+    for fields in ({}, {"max_clusters": 1}, {"min_clusters": 2, "max_clusters": 2}):
+        config = job(**fields)
+        plan = plan_for(profile, nodes, config)
+        check(plan, profile, nodes)
+        assert config.min_clusters <= len(plan.clusters) <= (config.max_clusters or 12)
+        assert plan == plan_for(profile, list(reversed(nodes)), config)
+
+
+def test_one_cluster_is_formed_of_a_large_pool_whose_memory_has_no_room_for_averaging() -> None:
+    # One unit, its gradients and activations fill a node: two clusters would need as much again for the snapshot and the sum.
+    nodes = [node(f"n{index}", memory=int(2.3 * MB)) for index in range(9)]
+    plan = plan_for(even_model(9), nodes, job(max_in_flight=1))
+    check(plan, even_model(9), nodes)
+    assert len(plan.clusters) == 1
+    assert len(plan.stages) == 9
+
+
+def test_fast_clusters_come_first() -> None:
+    plan = plan_for(even_model(6), [node("a"), node("b", speed=3.0), node("c", speed=2.0)])
+    assert [cluster.stages[0].node_id for cluster in plan.clusters] == ["b", "c", "a"]
+
+
+def test_a_cluster_that_adds_next_to_nothing_is_left_out_unless_it_is_asked_for() -> None:
+    nodes = [node("a"), node("snail", speed=1e-4)]
+    assert plan_for(even_model(6), nodes).backups == ("snail",)
+    assert plan_for(even_model(6), nodes, job(min_clusters=2)).backups == ()
+    large = [*(node(f"n{index}") for index in range(9)), node("snail", speed=1e-4)]
+    assert plan_for(even_model(6), large).backups == ("snail",)
+
+
+def test_links_to_nodes_that_are_gone_are_ignored() -> None:
+    nodes = [node("a", memory=16 * MB), node("b", memory=16 * MB)]
+    links = all_links(nodes)
+    ghosts = [link("a", "ghost", rate=1.0), link("ghost", "b", rate=1e12)]
+    assert plan_for(even_model(6), nodes, links=[*ghosts, *links]) == plan_for(even_model(6), nodes, links=links)
+
+
+def test_merged_units_are_searched_and_all_units_are_cut() -> None:
+    made = scene(even_model(150), [node("a"), node("b")])
+    planner = Planner.of(made.profile, made.nodes, made.links, made.config, made.options)
+    assert planner.fine.costs.units == 150
+    assert planner.coarse.costs.units <= SEARCHED_UNITS[0][1]
+    few = scene(even_model(20), [node("a"), node("b")])
+    planner = Planner.of(few.profile, few.nodes, few.links, few.config, few.options)
+    assert planner.coarse is planner.fine
+
+
+@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     size=st.integers(1, 7),
@@ -208,13 +287,13 @@ def test_every_plan_is_sound_and_every_refusal_is_a_planning_error(
     config = job(optimizer=optimizer, min_clusters=bounds[0], max_clusters=bounds[1])
     links = [link for link in all_links(nodes, rate=rng.choice([1e5, 1e9])) if rng.random() < 0.7]
     try:
-        plan = make_plan(profile, nodes, links, config, random.Random(seed))
+        plan = make_plan(profile, nodes, links, config, random.Random(seed), options=LITTLE)
     except PlanningError as error:
         assert isinstance(error, EmptyPoolError) or error.short_bytes > 0  # type: ignore[attr-defined]
         return
     check(plan, profile, nodes)
     assert bounds[0] <= len(plan.clusters) <= (bounds[1] or size)
-    assert plan == make_plan(profile, nodes, links, config, random.Random(seed))
+    assert plan == make_plan(profile, nodes, links, config, random.Random(seed), options=LITTLE)
 
 
 @pytest.mark.parametrize("size", [1, 3, 9, 12])

@@ -44,7 +44,7 @@ def cut_of(profile: ModelProfile, nodes: Sequence[NodeProfile], links: Sequence[
 # ------------------------------------------------------------ what given cuts reach, by hand
 
 
-def test_the_round_trip_is_both_ways_and_the_computation_behind_with_headroom() -> None:
+def test_the_round_trip_is_both_ways_and_the_computation_behind() -> None:
     nodes = [node("a"), node("b"), node("c")]
     links = [
         link("a", "b", rate=10e6, latency=0.001),
@@ -54,14 +54,16 @@ def test_the_round_trip_is_both_ways_and_the_computation_behind_with_headroom() 
         link("a", "c"),
         link("c", "a"),
     ]
-    cut = predicted(scene(even_model(6), nodes, links, config=job(), options=PlanningConfig(headroom=2.0, staleness_cost=0.0)), (0, 1, 3, 6))
+    cut = predicted(scene(even_model(6), nodes, links, options=PlanningConfig(headroom=2.0, staleness_cost=0.0)), (0, 1, 3, 6))
     assert cut is not None
     # Behind b: 3 + 5 ms there, 4 + 0.5 ms back, 9 ms at c. Behind a: 1 + 1 ms there, 2 + 2 ms back, 6 ms at b, and that.
     behind_b = 0.003 + 0.005 + 0.004 + 0.0005 + 0.009
     behind_a = 0.001 + 0.001 + 0.002 + 0.002 + 0.006 + behind_b
-    trips = {"a": 0.003 + 2 * behind_a, "b": 0.006 + 2 * behind_b, "c": 0.009}
+    trips = {"a": 0.003 + behind_a, "b": 0.006 + behind_b, "c": 0.009}
     assert cut.period_s == pytest.approx(0.009)
-    assert cut.in_flight == tuple(math.ceil(trip / 0.009) for trip in trips.values()) == (8, 6, 1)
+    assert cut.in_flight == tuple(math.ceil(trip / 0.009) for trip in trips.values()) == (5, 4, 1)
+    # 3 + 2 * 33.5 ms and 6 + 2 * 21.5 ms: as many are allowed where there is room.
+    assert cut.allowed == (8, 6, 1)
     waiting = {limit.node_id: limit.seconds for limit in cut.limits if limit.kind == "round trip"}
     assert waiting == pytest.approx({name: trip / math.ceil(trip / 0.009) for name, trip in trips.items()})
     assert cut.send_s == pytest.approx((0.002, 0.008, 0.0))
@@ -97,13 +99,32 @@ def test_memory_for_few_micro_batches_makes_the_cluster_wait_for_the_round_trip(
 
 def test_a_longer_period_is_worth_it_where_staleness_costs_more() -> None:
     nodes = [node("a"), node("b")]
-    made = scene(even_model(4, crossing=0), nodes, all_links(nodes, latency=0.0), options=PlanningConfig(headroom=1.1, staleness_cost=0.3))
+    made = scene(even_model(4, crossing=0), nodes, all_links(nodes, latency=0.0005), options=PlanningConfig(staleness_cost=0.3))
     cut = predicted(made, (0, 2, 4))
     assert cut is not None
-    # 6 + 1.1 * 6 ms: three in flight hide it, two (one update less stale) make it 5% slower.
+    # 6 + 1 + 6 ms: three in flight hide it, two (one update less stale) make it 8% slower.
     assert (cut.in_flight, cut.staleness) == ((2, 1), 1)
-    assert cut.period_s == pytest.approx(0.0126 / 2)
-    assert cut.value == pytest.approx(8 / 0.0063 / 1.3)
+    assert cut.period_s == pytest.approx(0.0065)
+    assert cut.value == pytest.approx(8 / 0.0065 / 1.3)
+
+
+@pytest.mark.parametrize(
+    ("headroom", "memory", "bound", "allowed"), [(1.0, 100, 0, 3), (2.0, 100, 0, 5), (2.0, 12, 0, 4), (2.0, 100, 4, 4)]
+)
+def test_headroom_is_allowed_where_memory_and_the_job_have_room(headroom: float, memory: int, bound: int, allowed: int) -> None:
+    nodes = [node("a", memory=memory * MB), node("b")]
+    made = scene(
+        even_model(4, crossing=0),
+        nodes,
+        all_links(nodes, latency=0.003),
+        config=job(max_in_flight=bound),
+        options=PlanningConfig(headroom=headroom, staleness_cost=0.0),
+    )
+    cut = predicted(made, (0, 2, 4))
+    assert cut is not None
+    # 6 + 12 ms take three; with 6 + 2 * 12 ms five; 12 MB hold two copies and three older versions of 2 MB, and the activations.
+    assert (cut.in_flight, cut.allowed) == ((3, 1), (allowed, 1))
+    assert (cut.period_s, cut.staleness) == (pytest.approx(0.006), 2)
 
 
 def test_the_value_is_less_for_nodes_that_are_often_away() -> None:
@@ -214,6 +235,8 @@ def test_what_is_predicted_for_given_cuts_is_the_best_of_all_depths_by_hand(seed
             assert cut.value == pytest.approx(best.value, rel=1e-9)
             nodes = [made.nodes[place] for place in order]
             assert all(by_hand.memory(cuts[k], cuts[k + 1], cut.in_flight[k]) <= nodes[k].memory_bytes for k in range(len(order)))
+            assert all(by_hand.memory(cuts[k], cuts[k + 1], cut.allowed[k]) <= nodes[k].memory_bytes for k in range(len(order)))
+            assert all(least <= allowed for least, allowed in zip(cut.in_flight, cut.allowed, strict=True))
             slowest, trips = by_hand.terms(nodes, cuts)
             assert cut.period_s == pytest.approx(max(slowest, *(trip / depth for trip, depth in zip(trips, cut.in_flight, strict=True))))
 

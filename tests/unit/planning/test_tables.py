@@ -8,11 +8,11 @@ import random
 import numpy as np
 import pytest
 from by_hand import ByHand
-from synthetic import KB, MB, Scene, all_links, even_model, job, link, node, random_scene, scene
+from synthetic import KB, MB, Scene, all_links, even_model, job, link, model, node, random_scene, scene, unit
 
 from roost.config import PlanningConfig
 from roost.planning.memory import IN_FLIGHT_LIMIT
-from roost.planning.tables import StageTables, shared_line
+from roost.planning.tables import StageTables, messages_of, shared_line
 
 
 def tables_of(made: Scene, clusters: int = 1) -> StageTables:
@@ -25,11 +25,11 @@ MEASURED = node("a", speed=2.0, memory_bytes_per_s=1e9, message_s=1e-4, wire_s_p
 @pytest.mark.parametrize(
     ("first", "last", "expected"),
     [
-        # Half of 6 ms; 5 passes over 2 MB at 1 GB/s every other micro-batch; 6 messages; 20 kB sent and 20 kB received.
-        (1, 3, 0.003 + 0.005 + 6e-4 + 4e-5),
+        # Half of 6 ms; 5 passes over 2 MB at 1 GB/s every other micro-batch, and 2 more for a copy; 6 messages; 20 kB each way.
+        (1, 3, 0.003 + 0.005 + 0.002 + 6e-4 + 4e-5),
         # The first stage: one neighbour; 10 kB sent, the data and 10 kB of gradients received.
-        (0, 2, 0.003 + 0.005 + 4e-4 + 3e-5),
-        # The last: 10 kB of gradients sent, 10 kB received.
+        (0, 2, 0.003 + 0.005 + 0.002 + 4e-4 + 3e-5),
+        # The last copies no weights: 10 kB of gradients sent, 10 kB received.
         (2, 4, 0.003 + 0.005 + 4e-4 + 2e-5),
         # The whole model: no neighbour, the data received.
         (0, 4, 0.006 + 0.010 + 2e-4 + 1e-5),
@@ -38,6 +38,21 @@ MEASURED = node("a", speed=2.0, memory_bytes_per_s=1e9, message_s=1e-4, wire_s_p
 def test_compute_is_work_updates_messages_and_bytes(first: int, last: int, expected: float) -> None:
     made = scene(even_model(4), [MEASURED, node("b")], config=job(optimizer="AdamW", batch_size=16))
     assert tables_of(made).compute[0, first, last] == pytest.approx(expected, rel=1e-12)
+
+
+def test_an_update_that_was_measured_is_scaled_like_other_work_and_the_others_are_estimated() -> None:
+    profile = model([unit(0, update=0.004), unit(1), unit(2, update=0.008)], stage=0.001)
+    fast = node("a", speed=2.0, memory_bytes_per_s=1e9)
+    tables = tables_of(scene(profile, [fast], config=job(optimizer="AdamW", batch_size=16)))
+    # 9 ms of work, half of 12 ms of updates and 1 ms for the stage, twice as fast; 5 passes over unit 1 every other micro-batch.
+    assert tables.compute[0, 0, 3] == pytest.approx((0.009 + 0.006 + 0.001) / 2 + 0.0025)
+    # Without the last unit: the copy of 2 MB, read and written, too.
+    assert tables.compute[0, 0, 2] == pytest.approx((0.006 + 0.002 + 0.001) / 2 + 0.0025 + 0.002)
+    assert tables.compute[0, 2, 3] == pytest.approx((0.003 + 0.004 + 0.001) / 2)
+
+
+def test_messages_are_two_for_each_neighbour_and_two_more() -> None:
+    assert [messages_of(0, 5, 5), messages_of(0, 2, 5), messages_of(2, 4, 5), messages_of(3, 5, 5)] == [2, 4, 6, 4]
 
 
 def test_what_was_not_measured_is_free() -> None:

@@ -100,7 +100,10 @@ def test_rounds_that_take_longer_than_their_interval_follow_each_other_and_a_not
     assert plan.round_s == pytest.approx(4.0002)
     assert plan.round_updates == pytest.approx(4.0002 / period)
     (note,) = notes_about(plan, "an averaging round")
-    assert note == "an averaging round takes 4 s on the slowest ring, longer than 16 updates: rounds follow each other, about every 200 updates"
+    assert (
+        note
+        == "an averaging round takes 4 s on the slowest ring, longer than 16 updates: rounds follow each other, about every 200 updates"
+    )
     # All the time a round is under way.
     assert plan.stages[0].sent_bytes_per_s == pytest.approx(4 * MB / 4.0002)
 
@@ -115,11 +118,11 @@ def test_an_update_is_as_long_as_all_its_micro_batches() -> None:
 
 def test_the_pipeline_takes_its_part_of_the_line_from_a_round() -> None:
     nodes = [node(name) for name in "abcd"]
-    made = scene(even_model(4, crossing=40 * KB), nodes, all_links(nodes, rate=10e6), config=job(averaging_interval=10_000))
+    made = scene(even_model(4, crossing=20 * KB), nodes, all_links(nodes, rate=10e6), config=job(averaging_interval=10_000))
     plan = plan_of(made, ("ab", (2,)), ("cd", (2,)))
-    # Each sends 40 kB every 6 ms and a little; two MB are averaged over the rest of 10 MB/s.
+    # Each sends 20 kB every 6 ms; two MB are averaged over the rest of 10 MB/s.
     period = 8 / plan.clusters[0].samples_per_s
-    assert plan.round_s == pytest.approx(2 * MB / (10e6 - 40 * KB / period))
+    assert plan.round_s == pytest.approx(2 * MB / (10e6 - 20 * KB / period))
 
 
 # ------------------------------------------------------------ what binds
