@@ -213,7 +213,7 @@ def page_costs(
         W=_sums([(unit.forward_s + unit.backward_s) * scale for unit in units]),
         update=_sums([unit.update_s for unit in units]),
         unmeasured=_sums([0 if unit.update_s else unit.trainable_bytes for unit in units]),
-        e=profile.stage_s,
+        e=profile.stage_s + profile.stage_update_s / math.ceil(config.batch_size / config.micro_batch_size),
         held=_sums([unit.tensor_bytes for unit in units]),
         Q=_sums([unit.trainable_bytes for unit in units]),
         A=_sums([sum(tensor.nbytes for tensor in unit.tensors if tensor.averaged) for unit in units]),

@@ -57,6 +57,7 @@ def merge_units(profile: ModelProfile, limit: int) -> ModelProfile:
         units=tuple(merged),
         input_bytes=profile.input_bytes,
         stage_s=profile.stage_s,
+        stage_update_s=profile.stage_update_s,
     )
 
 

@@ -25,7 +25,7 @@ from roost.pipeline.optimizer import build_optimizer, check_optimizer
 from roost.pipeline.probe import measure
 from roost.pipeline.tensor_bytes import spec_of
 from roost.requester.data import SampleSource, example_batch
-from roost.requester.pools import Pool, RemotePool
+from roost.requester.pools import LocalPool, Pool, RemotePool
 from roost.requester.run import JobPackage, Observer, Run, new_job_id
 from roost.types import ModelProfile
 
@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 120.0
 """How long nodes have to join unless the caller says otherwise."""
+PACED_REST_S = 0.05
+"""Slept before each piece of work while a job for paced nodes is measured: about what such nodes sleep."""
 WHOLE_NUMBERS = ("batch_size", "epochs", "averaging_interval", "sync_interval", "seed", "min_clusters", "max_clusters", "max_in_flight")
 """Fields of a Job that count something."""
 
@@ -137,7 +139,7 @@ def train(
     defaults = DEFAULTS.get() or Defaults()
     chosen = RemotePool(address=pool) if isinstance(pool, str) else pool if pool is not None else defaults.pool
     if defaults.plan_only:
-        defaults.prepared.append(PreparedJob(package=prepare(job, resume=resume, saves=False), pool=chosen))
+        defaults.prepared.append(PreparedJob(package=prepare(job, resume=resume, saves=False, paced=_paced(chosen)), pool=chosen))
         raise SystemExit(0)
     if chosen is None:
         raise InvalidConfigError(
@@ -145,15 +147,21 @@ def train(
             hint="Pass pool=roost.local(nodes=2) or pool='host:port', or run the script with 'roost train SCRIPT --pool HOST:PORT'.",
         )
     require(hasattr(chosen, "enter"), f"pool must be roost.local(...), roost.RemotePool(...) or 'host:port', not {chosen!r}")
-    package = prepare(job, resume=resume)
+    package = prepare(job, resume=resume, paced=_paced(chosen))
     run = Run(package, chosen, observer=observer or defaults.observer, wait_s=defaults.wait_s if wait_s is None else wait_s)
     run.start()
     defaults.runs.append(run)
     return run
 
 
-def prepare(job: Job, *, resume: str | Path | None = None, saves: bool = True) -> JobPackage:
+def _paced(pool: Pool | None) -> bool:
+    return isinstance(pool, LocalPool) and pool.paced
+
+
+def prepare(job: Job, *, resume: str | Path | None = None, saves: bool = True, paced: bool = False) -> JobPackage:
     """Return the captured, checked and measured job. Raises RoostError for anything that cannot be trained.
+
+    `paced` says that its nodes emulate slower machines by sleeping: it is measured as they will find it.
 
     With `saves` the job's checkpoint directory is made, if it cannot be written to that is an error.
     """
@@ -180,7 +188,7 @@ def prepare(job: Job, *, resume: str | Path | None = None, saves: bool = True) -
             f"model and loss fail on the first {len(labels[0])} training samples: {type(error).__name__}: {error}",
             hint="Call loss(model(inputs), labels) on these samples in plain PyTorch; look for labels that are out of range.",
         ) from error
-    model_profile = _profile(captured, inputs, labels, config)
+    model_profile = _profile(captured, inputs, labels, config, rest_s=PACED_REST_S if paced else 0.0)
     if checkpoint is not None:
         captured = _with_tensors(captured, checkpoint)
     return JobPackage(
@@ -199,13 +207,16 @@ def prepare(job: Job, *, resume: str | Path | None = None, saves: bool = True) -
     )
 
 
-def _profile(captured: Captured, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...], config: JobConfig) -> ModelProfile:
+def _profile(
+    captured: Captured, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...], config: JobConfig, *, rest_s: float
+) -> ModelProfile:
     speed = measure(threads=1, device="cpu", budget_s=0.5)
     return profile(
         captured,
         inputs,
         labels,
         reference_flop_per_s=speed.flop_per_s,
+        rest_s=rest_s,
         make_optimizer=lambda parameters: build_optimizer(parameters, config.optimizer),
     )
 

@@ -155,12 +155,15 @@ class ModelProfile:
     """Bytes of one micro-batch of inputs and labels, as the first stage receives it."""
     stage_s: float = 0.0
     """Seconds that a stage takes on the reference machine beside its units, per micro-batch: starting its forward and its backward."""
+    stage_update_s: float = 0.0
+    """The same for its optimizer step, per batch."""
 
     def __post_init__(self) -> None:
         _require(len(self.units) > 0, f"model {self.name!r} has no units")
         _require(self.micro_batch_size > 0, f"model {self.name!r}: micro-batch size {self.micro_batch_size}")
         _require(_finite(self.reference_flop_per_s) and self.reference_flop_per_s > 0, "the reference speed must be positive")
-        _require(_finite(self.stage_s) and self.stage_s >= 0, "the time of a stage must be finite and not negative")
+        times = (self.stage_s, self.stage_update_s)
+        _require(all(_finite(seconds) and seconds >= 0 for seconds in times), "the times of a stage must be finite and not negative")
         for before, after in zip(self.units, self.units[1:], strict=False):
             _require(before.stop == after.start, f"units {before.label!r} and {after.label!r} are not contiguous")
         names = [tensor.name for unit in self.units for tensor in unit.tensors]
@@ -258,7 +261,7 @@ class StagePlan:
     received_bytes_per_s: float = 0.0
     """Predicted: values, gradients, averaging, and at stage 0 the data."""
     binding: str = ""
-    """What keeps this node from doing more: 'compute', 'uplink', 'memory', 'round trip', or empty if another node binds."""
+    """What keeps this node from doing more: 'compute', 'uplink', 'downlink', 'memory', 'round trip', or empty if another node binds."""
 
 
 @dataclass(frozen=True, kw_only=True)

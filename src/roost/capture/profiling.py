@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,14 +27,13 @@ MAX_UNITS = 200
 
 BUDGET_S = 10.0
 MIN_REPEATS = 3
-OVERHEAD_STEPS = 50
+SPLIT_STAGES = 4
+"""Stages that the model is cut in to see what a stage costs beside its units."""
 UPDATE_STEPS = 3
 UPDATE_GRADIENT = 1e-3
 CACHE_BYTES = 64 << 20
 """Written before each pass: in training, other work has been in the caches since a stage last had its turn."""
 
-_Times = tuple[list[float], list[float]]
-"""Seconds of forward and of backward, by unit."""
 _FORWARD, _BACKWARD, _UPDATE = 0, 1, 2
 MakeOptimizer = Callable[[list[Parameter]], Optimizer]
 
@@ -54,45 +54,54 @@ def profile(
     reference_flop_per_s: float,
     make_optimizer: MakeOptimizer | None = None,
     repeats: int = 9,
+    rest_s: float = 0.0,
 ) -> ModelProfile:
     """Return the costs of `captured`, unit by unit, for a micro-batch like `inputs` and `labels`, on one thread.
 
     Times are CPU time, medians over `repeats` passes after one that warms up and counts (fewer if they take long).
+    `rest_s` is slept before each piece of work: nodes that emulate a slower machine by sleeping find their caches cold.
     Bytes are of the first pass. Nothing is changed: copies of the tensors are used, and random generator and thread count are
     put back.
     """
     graph = captured.graph
     data = (*inputs, *labels)
     programs = cut(graph, [0, *choose_cuts(graph), len(graph.nodes)])
-    whole = cut(graph, [0, len(graph.nodes)])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             counts, sizes = _count(captured, programs, data)
-            unit_times: list[_Times] = []
-            whole_times: list[_Times] = []
             began = time.perf_counter()
-            while len(unit_times) < repeats and (len(unit_times) < MIN_REPEATS or time.perf_counter() - began < BUDGET_S):
-                unit_times.append(_Pass(captured, programs, data).times())
-                whole_times.append(_Pass(captured, whole, data).times())
-        updates = _update_times(captured, programs, make_optimizer)
+
+            def repeated(measure: Callable[[], Sequence[Sequence[float]]]) -> list[Sequence[Sequence[float]]]:
+                results = [measure()]
+                while len(results) < repeats and (len(results) < MIN_REPEATS or time.perf_counter() - began < BUDGET_S):
+                    results.append(measure())
+                return results
+
+            passes = repeated(lambda: _Pass(captured, programs, data).times())
+            one = _stage_times(captured, graph, [], data, make_optimizer, rest_s, repeated)
+            several_cuts = _even_cuts(programs, [sum(times) for times in zip(*passes[0], strict=True)])
+            several = _stage_times(captured, graph, several_cuts, data, make_optimizer, rest_s, repeated)
+        steps = _update_times(captured, programs, make_optimizer)
     finally:
         torch.set_num_threads(threads)
-    forward, backward = (
-        without_overhead(_medians([one[way] for one in unit_times]), _medians([one[way] for one in whole_times])[0])
-        for way in (_FORWARD, _BACKWARD)
-    )
+    # What several stages take beyond one is what each further stage costs.
+    extra = [max(0.0, many - once) / max(1, len(several_cuts)) for once, many in zip(one, several, strict=True)]
+    targets = [max(0.0, once - each) for once, each in zip(one, extra, strict=True)]
+    forward, backward = (_fitted(_medians([times[way] for times in passes]), targets[way]) for way in (_FORWARD, _BACKWARD))
+    updates = _fitted(steps, targets[_UPDATE])
     return ModelProfile(
         name=graph.name,
         micro_batch_size=inputs[0].shape[0],
         reference_flop_per_s=reference_flop_per_s,
         units=tuple(
-            _unit(graph, programs, index, counts[index], (forward.units[index], backward.units[index], updates[index]), sizes)
+            _unit(graph, programs, index, counts[index], (forward[index], backward[index], updates[index]), sizes)
             for index in range(len(programs))
         ),
         input_bytes=sum(item.numel() * item.element_size() for item in data),
-        stage_s=forward.overhead + backward.overhead,
+        stage_s=extra[_FORWARD] + extra[_BACKWARD],
+        stage_update_s=extra[_UPDATE],
     )
 
 
@@ -100,31 +109,47 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplitTimes:
-    """Seconds of units, and what a stage takes besides, however many units it has."""
-
-    units: list[float]
-    overhead: float
-
-
-def without_overhead(times: Sequence[float], total: float) -> SplitTimes:
-    """Return `times` less the same overhead from each (never below zero), so that with it once they add up to `total`.
+def _fitted(times: Sequence[float], total: float) -> list[float]:
+    """Return `times` so that they add up to `total`: less the same overhead from each (never below zero), or else scaled.
 
     A unit measured alone pays for starting a run and the autograd engine; in a stage, all its units together pay that once.
-    Where the units alone take no longer than `total`, no overhead can be told from work.
     """
-    low, high = 0.0, min(total, max(times))
     if sum(times) <= total:
-        return SplitTimes(units=list(times), overhead=0.0)
-    if sum(max(0.0, seconds - high) for seconds in times) + high > total:
-        # One unit took longer than all together: noise, not overhead.
-        return SplitTimes(units=[seconds * total / sum(times) for seconds in times], overhead=0.0)
-    for _ in range(OVERHEAD_STEPS):
-        overhead = (low + high) / 2
-        left = sum(max(0.0, seconds - overhead) for seconds in times) + overhead
-        low, high = (overhead, high) if left > total else (low, overhead)
-    return SplitTimes(units=[max(0.0, seconds - high) for seconds in times], overhead=high)
+        return [seconds * total / (sum(times) or 1.0) for seconds in times]
+    remaining = sorted(times)
+    excess, overhead = sum(remaining) - total, 0.0
+    for index, shortest in enumerate(remaining):
+        if excess <= 0:
+            break
+        step = min(shortest - overhead, excess / (len(remaining) - index))
+        overhead += step
+        excess -= step * (len(remaining) - index)
+    return [max(0.0, seconds - overhead) for seconds in times]
+
+
+def _even_cuts(programs: Sequence[StageProgram], seconds: Sequence[float]) -> list[int]:
+    """Return the first graph positions of all stages but the first, if the model is cut in about SPLIT_STAGES even ones."""
+    cuts: list[int] = []
+    done = 0.0
+    for program, before in zip(programs[1:], seconds, strict=False):
+        done += before
+        if len(cuts) < SPLIT_STAGES - 1 and done >= sum(seconds) * (len(cuts) + 1) / SPLIT_STAGES:
+            cuts.append(program.start)
+    return cuts
+
+
+def _stage_times(
+    captured: Captured,
+    graph: Graph,
+    cuts: Sequence[int],
+    data: tuple[Tensor, ...],
+    make_optimizer: MakeOptimizer | None,
+    rest_s: float,
+    repeated: Callable[[Callable[[], Sequence[Sequence[float]]]], list[Sequence[Sequence[float]]]],
+) -> list[float]:
+    """Return the seconds of forward, backward and update of the model in stages, all stages together."""
+    loop = _TrainingLoop(captured, cut(graph, [0, *cuts, len(graph.nodes)]), data, make_optimizer, rest_s)
+    return _medians([[sum(stages) for stages in times] for times in repeated(loop.times)])
 
 
 def choose_cuts(graph: Graph, most: int = MAX_UNITS) -> tuple[int, ...]:
@@ -173,12 +198,15 @@ class _Pass:
         self.owned_storages = {item.untyped_storage().data_ptr() for item in self._tensors.values()}
         self.value_bytes: dict[int, int] = {}
 
-    def times(self) -> _Times:
+    def times(self) -> Sequence[Sequence[float]]:
         """Run forward and backward and return the seconds of each, by unit."""
         other = torch.ones(CACHE_BYTES // 4)
         forward = self.forward(_run)
         other.add_(1)
         return forward, self.backward()
+
+    def _rest(self) -> None:
+        """What happens before each piece of work."""
 
     def forward(self, around: Callable[[Callable[[], dict[int, Tensor]]], dict[int, Tensor]]) -> list[float]:
         """Run every unit inside `around(run)` and return its seconds."""
@@ -194,6 +222,7 @@ class _Pass:
             def run(program: StageProgram = program, values: dict[int, Tensor] = values, own: dict[str, Tensor] = own) -> dict[int, Tensor]:
                 return program.run(values, own, training=True)
 
+            self._rest()
             begin = time.thread_time()
             results = around(run)
             seconds.append(time.thread_time() - begin)
@@ -215,6 +244,7 @@ class _Pass:
                 starts.append(None)
             if not roots:
                 continue
+            self._rest()
             begin = time.thread_time()
             torch.autograd.backward([sent[number] for number in roots], starts)
             seconds[program.index] = time.thread_time() - begin
@@ -225,6 +255,51 @@ class _Pass:
                         known = gradients[source].get(number)
                         gradients[source][number] = gradient if known is None else known + gradient
         return seconds
+
+
+class _TrainingLoop(_Pass):
+    """The model in a few stages, trained for real on copies of its tensors: what units measured one by one have to add up to.
+
+    Kernels and memory behave otherwise in a loop than in a unit that is run alone: fresh gradients, the optimizer's state between
+    one forward and the next, and other work in the caches since a stage last had its turn.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        programs: Sequence[StageProgram],
+        data: tuple[Tensor, ...],
+        make_optimizer: MakeOptimizer | None,
+        rest_s: float,
+    ) -> None:
+        super().__init__(captured, programs, data)
+        self._rest_s = rest_s
+        self._other = torch.ones(CACHE_BYTES // 4)
+        self._optimizers: list[Optimizer] = []
+        for program in programs if make_optimizer is not None else ():
+            owned = [cast(Parameter, self._tensors[record.name]) for record in program.tensors if record.trainable]
+            if owned and make_optimizer is not None:
+                self._optimizers.append(make_optimizer(owned))
+
+    def times(self) -> Sequence[Sequence[float]]:
+        """Train on the micro-batch once and return the seconds of forwards, backwards and updates."""
+        self._received.clear()
+        self._sent.clear()
+        forward, backward = self.forward(_run), self.backward()
+        updates = []
+        for optimizer in self._optimizers:
+            self._rest()
+            begin = time.thread_time()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            updates.append(time.thread_time() - begin)
+        for item in self._tensors.values():
+            item.grad = None
+        return forward, backward, updates
+
+    def _rest(self) -> None:
+        self._other.add_(1)
+        time.sleep(self._rest_s)
 
 
 def _count(captured: Captured, programs: Sequence[StageProgram], data: tuple[Tensor, ...]) -> tuple[list[_UnitCounts], dict[int, int]]:
@@ -253,20 +328,14 @@ def _count(captured: Captured, programs: Sequence[StageProgram], data: tuple[Ten
 
 
 def _update_times(captured: Captured, programs: Sequence[StageProgram], make_optimizer: MakeOptimizer | None) -> list[float]:
-    """Return the seconds of an optimizer step on each unit's trainable tensors, so that they add up to a step on all of them."""
+    """Return the seconds of an optimizer step on each unit's trainable tensors alone."""
     if make_optimizer is None:
         return [0.0] * len(programs)
     owned = [
         [Parameter(captured.tensors[record.name].detach().clone()) for record in program.tensors if record.trainable]
         for program in programs
     ]
-    together = [parameter for unit in owned for parameter in unit]
-    if not together:
-        return [0.0] * len(programs)
-    total = _StepTimer(together, make_optimizer).seconds()
-    alone = [_StepTimer(unit, make_optimizer).seconds() if unit else 0.0 for unit in owned]
-    scale = total / (sum(alone) or 1.0)
-    return [seconds * scale for seconds in alone]
+    return [_StepTimer(unit, make_optimizer).seconds() if unit else 0.0 for unit in owned]
 
 
 class _StepTimer:

@@ -88,7 +88,7 @@ def plan_table(plan: Plan, nodes: tuple[NodeProfile, ...], profile: ModelProfile
     by_id = {node.node_id: node for node in nodes}
     parts: list[RenderableType] = [
         Text(
-            f"plan: {len(plan.clusters)} cluster(s), {len(plan.rings)} ring(s), {plan.samples_per_s:.0f} samples/s predicted at most",
+            f"plan: {len(plan.clusters)} cluster(s), {len(plan.rings)} ring(s), {plan.samples_per_s:.0f} samples/s predicted",
             style="italic",
         )
     ]

@@ -41,7 +41,7 @@ class UnitCosts:
     """Not a sum: bytes that cross the cut before unit u; at 0 the inputs and labels, at the end 0."""
     reference_flop_per_s: float
     stage_seconds: float
-    """What a stage takes besides its units, on the reference machine."""
+    """What a stage takes per micro-batch besides its units, on the reference machine."""
 
 
 def unit_costs(profile: ModelProfile, config: JobConfig) -> UnitCosts:
@@ -66,7 +66,7 @@ def unit_costs(profile: ModelProfile, config: JobConfig) -> UnitCosts:
         saved_bytes=sums([math.ceil(unit.saved_bytes * scale) for unit in units]),
         crossing_bytes=np.asarray([math.ceil(size * scale) for size in crossing], dtype=np.float64),
         reference_flop_per_s=profile.reference_flop_per_s,
-        stage_seconds=profile.stage_s,
+        stage_seconds=profile.stage_s + profile.stage_update_s / -(-config.batch_size // config.micro_batch_size),
     )
 
 

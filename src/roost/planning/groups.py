@@ -20,6 +20,8 @@ Group = frozenset[int]
 
 PERMUTED = 4
 """Groups up to this size are tried in every order."""
+THOROUGH_POOL = 40
+"""In larger pools groups are compared by plain orders only."""
 EXACT_ORDER = 8
 """Groups up to this size can be searched for the best order exactly."""
 CALL_OVERHEAD = 20_000
@@ -104,7 +106,7 @@ class GroupSearch:
         return max(float(max(end[list(group)])), between[2] if len(group) > 2 else 0.0)
 
     def likely_value(self, group: Group, clusters: int) -> float:
-        """Return about what the group reaches if the model could be cut anywhere: a quick estimate, rarely too low; 0 if memory is short."""
+        """Return about what the group reaches if the model could be cut anywhere: quick, rarely too low; 0 if memory is short."""
         key = (group, clusters)
         if key not in self._likely:
             self._likely[key] = self._estimate(group, clusters)
@@ -186,7 +188,7 @@ class GroupSearch:
             return result is not None and result.value >= value
         if self._short.get((group, clusters), math.inf) <= value:
             return False
-        orders = self.plain_orders(group)
+        orders = self._rough_orders(group)
         self._spend(len(orders), len(group), 1)
         period_s = self.cutter.value(list(group), 1.0, 0) / value
         if np.isfinite(self.cutter.round_trips(orders, clusters, period_s)).any():
@@ -216,8 +218,8 @@ class GroupSearch:
         if len(group) <= MOST_STAGES:
             return self._enumerated(orders, clusters)
         complete = len(group) <= PERMUTED
-        if not exact and complete:
-            orders = self.plain_orders(group)
+        if not exact:
+            orders = self._rough_orders(group)
         self._spend(len(orders), len(group), 8)
         found = self.cutter.best(orders, clusters, least_s=least, precision=EXACT if exact else ROUGH)
         best = None if found is None else self._result(orders[found[0]], clusters, found[1], None, exact=complete and exact)
@@ -293,6 +295,10 @@ class GroupSearch:
         if len(group) <= PERMUTED:
             return np.asarray(self._distinct(itertools.permutations(sorted(group))), dtype=np.intp)
         return self.plain_orders(group)
+
+    def _rough_orders(self, group: Group) -> Orders:
+        """Return the orders by which groups are compared: in pools that leave time for it all of a small group."""
+        return self.orders(group) if len(self.cutter.nodes) <= THOROUGH_POOL else self.plain_orders(group)
 
     def plain_orders(self, group: Group) -> Orders:
         """Return orders by memory, by speed, and along fast links."""

@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from roost.config import JobConfig, PlanningConfig, format_bytes
+from roost.config import JobConfig, PlanningConfig
 from roost.errors import EmptyPoolError, InvalidConfigError, NodeTooSmallError, PlanningError, PoolTooSmallError
 from roost.planning.cost import UnitCosts, merge_units, unit_costs
 from roost.planning.groups import EXACT_ORDER, Group, GroupResult, GroupSearch
@@ -17,7 +17,7 @@ from roost.planning.network import Network, make_network
 from roost.planning.partitions import Bounds, PartitionSearch
 from roost.planning.stages import ClusterCut, StageCutter
 from roost.planning.tables import TableMaker
-from roost.planning.writing import write_plan
+from roost.planning.writing import exact_bytes, write_plan
 from roost.types import LinkProfile, ModelProfile, NodeProfile, Plan
 
 SEARCHED_UNITS = ((8, 48), (40, 32), (10**9, 24))
@@ -251,8 +251,3 @@ def _feasible(groups: GroupSearch, bounds: Bounds) -> bool:
     clusters = max(1, bounds.least)
     search = LocalSearch(groups=groups, bounds=bounds, rng=random.Random(0), budget=QUICK_BUDGET, clusters=clusters)
     return search.feasible()
-
-
-def exact_bytes(size: int) -> str:
-    """Return a size for people with its exact number of bytes."""
-    return f"{format_bytes(size)} ({size} bytes)"

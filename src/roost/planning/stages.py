@@ -375,7 +375,7 @@ class StageCutter:
             waiting = trips[k] / in_flight[k]
             what = f"round trip from {name} with {in_flight[k]} in flight"
             limits.append(Limit(seconds=waiting, node_id=name, kind="round trip", name=what))
-        # Of equals the first is named: computation before lines before links before round trips.
+        # Of equals the first is named, and a round trip last.
         limits.sort(key=lambda limit: -limit.seconds * (1 - SLACK if limit.kind == "round trip" else 1))
         return limits, in_flight, tuple(compute), (*send, 0.0)
 

@@ -160,11 +160,12 @@ def _why_unused(node: NodeProfile, cutter: StageCutter, averaging: bool, because
     smallest = math.ceil(cutter.maker.memory.least_for_units(averaging).min())
     if node.memory_bytes < smallest:
         return (
-            f"{node.node_id} is a backup: the smallest stage needs {_exact(smallest)} and it lends {_exact(node.memory_bytes)}, "
-            f"{_exact(smallest - node.memory_bytes)} short"
+            f"{node.node_id} is a backup: the smallest stage needs {exact_bytes(smallest)} and it lends {exact_bytes(node.memory_bytes)}, "
+            f"{exact_bytes(smallest - node.memory_bytes)} short"
         )
     return f"{node.node_id} is a backup: {because}"
 
 
-def _exact(size: int) -> str:
+def exact_bytes(size: int) -> str:
+    """Return a size for people with its exact number of bytes."""
     return f"{format_bytes(size)} ({size} bytes)"

@@ -106,6 +106,11 @@ class LocalPool:
     def size(self) -> int:
         return len(self._nodes)
 
+    @property
+    def paced(self) -> bool:
+        """True if some node emulates a slower machine by sleeping."""
+        return any(options.relative_speed < 1 for options in self._nodes)
+
     @contextlib.asynccontextmanager
     async def enter(self, *, on_failure: Callable[[RoostError], None]) -> AsyncIterator[Membership]:
         """Start all processes; stop them at the end. Raises StageFailedError if one does not start."""

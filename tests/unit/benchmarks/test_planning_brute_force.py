@@ -40,7 +40,7 @@ class ScalarModel:
             units = self.units[cuts[k] : cuts[k + 1]]
             out = (self.x(cuts[k + 1]) if k < last else 0) + (self.x(cuts[k]) if k > 0 else 0)
             into = self.x(cuts[k]) + (self.x(cuts[k + 1]) if k < last else 0)
-            work = s.profile.stage_s + sum(unit.forward_s + unit.backward_s + unit.update_s / self.m for unit in units)
+            work = s.profile.stage_s + s.profile.stage_update_s / self.m + sum(unit.forward_s + unit.backward_s + unit.update_s / self.m for unit in units)
             seconds = work * s.profile.reference_flop_per_s / node.flop_per_s
             moved = sum((3 + self.o) * unit.trainable_bytes for unit in units if not unit.update_s)
             moved += sum(2 * unit.trainable_bytes for unit in units) if k < last else 0

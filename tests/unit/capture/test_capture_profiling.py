@@ -11,7 +11,7 @@ from torch import nn
 
 from roost.capture.cut import cut, legal_cuts
 from roost.capture.export import capture
-from roost.capture.profiling import choose_cuts, profile, without_overhead
+from roost.capture.profiling import _fitted, choose_cuts, profile
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -66,18 +66,16 @@ def test_many_cuts_are_thinned_to_a_bound() -> None:
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=30), st.floats(1e-6, 10.0))
-def test_overhead_is_taken_from_every_unit_and_with_it_once_the_total_is_left(times: list[float], total: float) -> None:
-    found = without_overhead(times, total)
-    assert all(0 <= after <= before for after, before in zip(found.units, times, strict=True))
-    assert sum(found.units) + found.overhead == pytest.approx(min(total, sum(times)), rel=1e-6, abs=1e-9)
-    order = sorted(range(len(times)), key=times.__getitem__)
-    assert order == sorted(range(len(times)), key=lambda index: (found.units[index], times[index]))
+def test_unit_times_are_fitted_to_what_the_whole_takes_and_keep_their_order(times: list[float], total: float) -> None:
+    found = _fitted(times, total)
+    assert min(found) >= 0
+    assert sum(found) == pytest.approx(total, rel=1e-6, abs=1e-9)
+    assert sorted(range(len(times)), key=times.__getitem__) == sorted(range(len(times)), key=lambda index: (found[index], times[index]))
 
 
-def test_the_overhead_of_a_stage_is_told_from_its_work() -> None:
-    found = without_overhead([0.5 + 0.1, 0.2 + 0.1, 0.3 + 0.1], 1.0 + 0.1)
-    assert found.units == pytest.approx([0.5, 0.2, 0.3])
-    assert found.overhead == pytest.approx(0.1)
+def test_every_unit_pays_the_same_for_having_been_run_alone() -> None:
+    assert _fitted([0.6, 0.3, 0.4], 1.0) == pytest.approx([0.5, 0.2, 0.3])
+    assert _fitted([0.6, 0.05, 0.4], 0.6) == pytest.approx([0.4, 0.0, 0.2])
 
 
 def test_updates_are_measured_where_there_are_parameters_and_with_an_optimizer_only() -> None:

@@ -111,7 +111,7 @@ def test_the_plan_fits_80_columns_and_says_who_holds_which_layers() -> None:
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     rows = [" ".join(line.split()) for line in lines]
-    assert "plan: 2 cluster(s), 1 ring(s), 2469 samples/s predicted at most" in rows
+    assert "plan: 2 cluster(s), 1 ring(s), 2469 samples/s predicted" in rows
     assert "cluster 0: 50% of the data, 1234 samples/s" in rows
     assert "0 desk* features.0 .. 3 123.4 GB / 567.8 GB 1234.56 2" in rows
     assert "1 laptop features.4 .. loss 123.4 GB / 567.8 GB 1234.56 2" in rows

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 from by_hand import ByHand
-from synthetic import MB, all_links, even_model, model, node, random_scene, scene, unit
+from synthetic import MB, all_links, even_model, link, model, node, random_scene, scene, unit
 
 from roost.config import PlanningConfig
 from roost.planning.enumeration import CutEnumerator
@@ -40,6 +40,16 @@ def test_more_stages_than_units_have_no_cut() -> None:
     nodes = [node("a"), node("b"), node("c")]
     assert CutEnumerator(cutter=scene(even_model(2), nodes).cutter()).best(every_order(3), 1) is None
     assert CutEnumerator(cutter=scene(even_model(1), nodes[:2]).cutter()).best(every_order(2), 1) is None
+
+
+@pytest.mark.parametrize("slow", [("a", "b"), ("b", "a")])
+def test_a_link_that_is_slow_in_one_direction_binds_whichever_it_is(slow: tuple[str, str]) -> None:
+    # Every line is fast: c sends to and receives from all. Only this one link is not.
+    nodes = [node("a"), node("b"), node("c")]
+    made = scene(even_model(2, crossing=50_000), nodes, [*all_links(nodes), link(*slow, rate=1e6)])
+    found = CutEnumerator(cutter=made.cutter()).best(np.asarray([(0, 1), (1, 0)], dtype=np.intp), 1)
+    assert found is not None
+    assert found.period_s == pytest.approx(0.05)
 
 
 def test_nothing_is_found_where_memory_is_short_for_every_cut() -> None:

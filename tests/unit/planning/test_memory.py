@@ -114,6 +114,14 @@ def test_the_most_in_flight_agree_with_counting_up() -> None:
             assert most[row, first, last] == count
 
 
+@pytest.mark.parametrize("in_flight", [1, 2, 3, 4, 7])
+def test_memory_that_is_just_enough_is_enough_and_a_byte_less_is_not(in_flight: int) -> None:
+    memory = memory_of(even_model(3), batch_size=24)
+    needed = int(memory.stage_bytes(1, 3, in_flight, averaging=True))
+    assert memory.most_in_flight(needed, averaging=True)[1, 3] == in_flight
+    assert memory.most_in_flight(needed - 1, averaging=True)[1, 3] == in_flight - 1
+
+
 def test_nothing_is_in_flight_in_an_empty_stage() -> None:
     most = memory_of(even_model(3)).most_in_flight(1000 * MB, averaging=False)
     assert all(most[first, last] == 0 for first in range(4) for last in range(first + 1))

@@ -40,7 +40,8 @@ def test_no_partition_of_any_part_of_four_nodes_is_worth_more(seed: int, least: 
         assert bounds.allow(len(found))
 
 
-@pytest.mark.parametrize("seed", range(4))
+# Of these the second to fourth are better in other orders than the plain ones that the search starts from.
+@pytest.mark.parametrize("seed", [0, 10, 17, 54])
 def test_no_partition_of_any_part_of_five_nodes_is_worth_more(seed: int) -> None:
     made = random_scene(random.Random(4000 + seed), nodes=5, units=5)
     found, best = search(made), best_partition(made)
