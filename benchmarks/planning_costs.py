@@ -100,7 +100,9 @@ class PageCosts:
     def busy(self, n: Indices, u: Indices, v: Indices, clusters: int) -> Floats:
         """Return the longest of compute, uplink and downlink (1, 3 and 4 of the page)."""
         sent, received = self.line_bytes(u, v, clusters)
-        return np.maximum(self.compute(n, u, v), np.maximum(sent / self.up[n], received / self.down[n]))
+        copied = (12 if clusters > 1 else 0) * (self.A[v] - self.A[u]) / (self.interval * self.m)
+        computing = self.compute(n, u, v) + copied * self.s_per_byte[n]
+        return np.maximum(computing, np.maximum(sent / self.up[n], received / self.down[n]))
 
     def line_bytes(self, u: Indices, v: Indices, clusters: int) -> tuple[Floats, Floats]:
         """Return the bytes that an uplink and a downlink carry per micro-batch, averaging included."""

@@ -355,12 +355,15 @@ class StageCutter:
         """Return what bounds the period, slowest first, and per stage the micro-batches in flight, compute and sending seconds."""
         tables, network, names = self.tables(clusters), self.maker.network, [self.nodes[place].node_id for place in order]
         trips, _ = self._trips(order, cuts, clusters)
+        copied = self.maker.averaging_copies(clusters)
         in_flight = tuple(_needed(trip, period_s) for trip in trips)
         limits: list[Limit] = []
         compute, send = [], []
         for k, (place, name) in enumerate(zip(order, names, strict=True)):
             compute.append(float(tables.compute[place, cuts[k], cuts[k + 1]]))
-            limits.append(Limit(seconds=compute[-1], node_id=name, kind="compute", name=f"compute of {name}"))
+            rate = self.nodes[place].memory_bytes_per_s
+            averaging = float(copied[cuts[k + 1]] - copied[cuts[k]]) / rate if rate else 0.0
+            limits.append(Limit(seconds=compute[-1] + averaging, node_id=name, kind="compute", name=f"compute of {name}"))
             lines = self.maker.line_seconds(place, cuts[k], cuts[k + 1], clusters)
             limits += [
                 Limit(seconds=seconds, node_id=name, kind=kind, name=f"{kind} of {name}")

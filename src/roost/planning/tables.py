@@ -20,6 +20,8 @@ MESSAGES_PER_MICRO_BATCH = 2
 """And its share of leases, data, completion and reports."""
 UPDATE_PASSES = 3
 """An optimizer step reads the gradient and the parameter and writes the parameter, besides its own state."""
+AVERAGING_PASSES = 12
+"""A round copies a stage's tensors, compares them with the copy, and adds the difference to new ones."""
 COPY_PASSES = 2
 """An update while micro-batches are in flight reads the weights and writes them to a new place (weight stashing)."""
 
@@ -61,7 +63,9 @@ class TableMaker:
         if self.config.max_in_flight:
             most = np.minimum(most, self.config.max_in_flight)
         impossible = ~np.triu(np.ones(compute.shape[1:], dtype=bool), k=1)
-        busy = np.maximum(np.maximum(compute, uplink), downlink)
+        copied = self.averaging_copies(clusters)
+        memory_s = np.asarray([1 / node.memory_bytes_per_s if node.memory_bytes_per_s else 0.0 for node in nodes])
+        busy = np.maximum(np.maximum(compute + (copied[None, :] - copied[:, None]) * memory_s[:, None, None], uplink), downlink)
         compute[:, impossible] = 0.0
         busy[:, impossible] = np.inf
         return StageTables(compute=compute, busy=busy, most_in_flight=most)
@@ -103,6 +107,11 @@ class TableMaker:
         """Return the bytes per micro-batch that a stage sends (and receives) for averaging at the interval asked for, by [first, last]."""
         each = self.costs.averaged_bytes * self._averaging_share(clusters)
         return np.asarray(each[None, :] - each[:, None], dtype=np.float64)
+
+    def averaging_copies(self, clusters: int) -> Floats:
+        """Return the bytes per micro-batch that averaging reads and writes in memory, as prefix sums over units."""
+        updates = self.config.averaging_interval * self.costs.micro_batches_per_batch
+        return np.asarray(self.costs.averaged_bytes * ((AVERAGING_PASSES if clusters > 1 else 0) / updates), dtype=np.float64)
 
     def _averaging_share(self, clusters: int) -> float:
         """Return the bytes per micro-batch and per averaged byte that a ring of that many members sends."""

@@ -40,7 +40,11 @@ class ScalarModel:
             units = self.units[cuts[k] : cuts[k + 1]]
             out = (self.x(cuts[k + 1]) if k < last else 0) + (self.x(cuts[k]) if k > 0 else 0)
             into = self.x(cuts[k]) + (self.x(cuts[k + 1]) if k < last else 0)
-            work = s.profile.stage_s + s.profile.stage_update_s / self.m + sum(unit.forward_s + unit.backward_s + unit.update_s / self.m for unit in units)
+            work = (
+                s.profile.stage_s
+                + s.profile.stage_update_s / self.m
+                + sum(unit.forward_s + unit.backward_s + unit.update_s / self.m for unit in units)
+            )
             seconds = work * s.profile.reference_flop_per_s / node.flop_per_s
             moved = sum((3 + self.o) * unit.trainable_bytes for unit in units if not unit.update_s)
             moved += sum(2 * unit.trainable_bytes for unit in units) if k < last else 0
@@ -52,7 +56,9 @@ class ScalarModel:
             a = 2 * (clusters - 1) / clusters * averaged / (s.config.averaging_interval * self.m)
             up = max(link.bytes_per_s for link in s.links if link.source == node.node_id)
             down = max(link.bytes_per_s for link in s.links if link.target == node.node_id)
-            period = max(period, seconds, min(out + a, 2 * out) / up, min(into + a, 2 * into) / down)
+            copied = (12 if clusters > 1 else 0) * averaged / (s.config.averaging_interval * self.m)
+            copying = copied / node.memory_bytes_per_s if node.memory_bytes_per_s else 0.0
+            period = max(period, seconds + copying, min(out + a, 2 * out) / up, min(into + a, 2 * into) / down)
             compute.append(seconds)
             if k < last:
                 there, back = self.links[node.node_id, nodes[k + 1].node_id], self.links[nodes[k + 1].node_id, node.node_id]

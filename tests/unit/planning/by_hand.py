@@ -80,6 +80,12 @@ class ByHand:
         seconds += (2 * neighbours + 2) * node.message_s
         return seconds + (self.bytes_in(first, last) + self.bytes_out(first, last)) * node.wire_s_per_byte
 
+    def copying(self, node: NodeProfile, first: int, last: int) -> float:
+        """Return the seconds per micro-batch that averaging takes from computing."""
+        if self.clusters == 1 or not node.memory_bytes_per_s:
+            return 0.0
+        return 12 * self.averaged(first, last) / (self.config.averaging_interval * self.m * node.memory_bytes_per_s)
+
     def line(self, piped: float, first: int, last: int, bytes_per_s: float) -> float:
         share = 2 * (self.clusters - 1) / self.clusters * self.options.averaging_compression
         averaging = share * self.averaged(first, last) / (self.config.averaging_interval * self.m)
@@ -98,7 +104,7 @@ class ByHand:
             compute = self.compute(node, first, last)
             uplink = self.line(self.bytes_out(first, last), first, last, self.up(node))
             downlink = self.line(self.bytes_in(first, last), first, last, self.down(node))
-            self.alone[key] = compute, max(compute, uplink, downlink)
+            self.alone[key] = compute, max(compute + self.copying(node, first, last), uplink, downlink)
         return self.alone[key]
 
     def memory(self, first: int, last: int, in_flight: int) -> float:
