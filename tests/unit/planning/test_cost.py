@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -25,6 +26,11 @@ def test_the_updates_that_were_measured_and_the_bytes_of_the_others_are_kept_apa
     assert list(costs.update_seconds) == [0, 0.5, 0.5, 0.75]
     assert list(costs.unmeasured_bytes) == [0, 0, MB, MB]
     assert costs.stage_seconds == 0.125
+
+
+def test_what_a_stage_pays_once_per_batch_is_spread_over_its_micro_batches() -> None:
+    profile = dataclasses.replace(even_model(2), stage_s=0.125, stage_update_s=0.5)
+    assert unit_costs(profile, job(micro_batch_size=2)).stage_seconds == 0.125 + 0.5 / 4
 
 
 def test_inputs_cross_the_cut_before_the_first_unit_and_nothing_crosses_the_end() -> None:

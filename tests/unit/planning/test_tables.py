@@ -131,7 +131,9 @@ def test_every_entry_is_what_the_formulas_give_by_hand(seed: int) -> None:
             up = by_hand.line(by_hand.bytes_out(first, last), first, last, by_hand.up(member))
             down = by_hand.line(by_hand.bytes_in(first, last), first, last, by_hand.down(member))
             assert tables.compute[place, first, last] == pytest.approx(compute, rel=1e-12)
-            assert tables.busy[place, first, last] == pytest.approx(max(computing, up, down), rel=1e-12)
+            assert tables.busy[place, first, last] == pytest.approx(
+                max(compute + by_hand.copying(member, first, last), up, down), rel=1e-12
+            )
             most = int(tables.most_in_flight[place, first, last])
             assert most <= bound
             assert most == 0 or by_hand.memory(first, last, most) <= member.memory_bytes
