@@ -269,14 +269,14 @@ class GroupSearch:
                 best = self._result(orders[found[0]], clusters, found[1], staleness, exact=best.exact)
         return best
 
-    def of_order(self, order: Sequence[int], clusters: int) -> GroupResult | None:
-        """Return the best result with the nodes in this order (for small groups: any order), exactly; None if none fits."""
+    def of_order(self, order: Sequence[int], clusters: int, precision: float = EXACT) -> GroupResult | None:
+        """Return the best result with the nodes in this order (for small groups: any order), to `precision`; None if none fits."""
         group = frozenset(order)
         if len(order) <= MOST_STAGES:
             return self._enumerated(self.orders(group), clusters)
         orders = np.asarray([order], dtype=np.intp)
         least = self.least_period(group, clusters)
-        found = self.cutter.best(orders, clusters, least_s=least) if math.isfinite(least) else None
+        found = self.cutter.best(orders, clusters, least_s=least, precision=precision) if math.isfinite(least) else None
         if found is None:
             return None
         return self._less_stale(self._result(orders[found[0]], clusters, found[1], None, exact=True), orders, clusters, least)

@@ -23,8 +23,8 @@ CANDIDATES = 12
 """Nodes that are considered as the next of a growing group."""
 TAKEN_APART = 3
 """Most clusters that one step takes apart."""
-MANY_NODES = 200
-"""Pools beyond this start from fewer partitions: each takes seconds."""
+SOME_NODES, MANY_NODES = 40, 200
+"""Pools beyond these start from fewer partitions: each takes time."""
 PARTS = 4
 """Times that the best of all groups seen so far are chosen anew."""
 TINY = 1e-30
@@ -116,8 +116,8 @@ class LocalSearch:
         if len(nodes) > MANY_NODES:
             return [self._runs(orders[-1]), tuple(self._grow(orders[-1]))]
         starts = [self._runs(order) for order in orders]
-        starts += [tuple(self._grow(order)) for order in (orders[-1], orders[1], by_memory[::-1])]
-        return starts
+        grown = (orders[-1],) if len(nodes) > SOME_NODES else (orders[-1], orders[1], by_memory[::-1])
+        return starts + [tuple(self._grow(order)) for order in grown]
 
     def _runs(self, order: Sequence[int]) -> tuple[Group, ...]:
         """Return groups of neighbours in `order`, each the smallest that holds the model; what is left at the end stays unused."""

@@ -15,7 +15,7 @@ from roost.planning.local_search import LocalSearch
 from roost.planning.memory import MemoryModel, optimizer_copies
 from roost.planning.network import Network, make_network
 from roost.planning.partitions import Bounds, PartitionSearch
-from roost.planning.stages import ClusterCut, StageCutter
+from roost.planning.stages import EXACT, ClusterCut, StageCutter
 from roost.planning.tables import TableMaker
 from roost.planning.writing import exact_bytes, write_plan
 from roost.types import LinkProfile, ModelProfile, NodeProfile, Plan
@@ -23,6 +23,8 @@ from roost.types import LinkProfile, ModelProfile, NodeProfile, Plan
 SEARCHED_UNITS = ((8, 48), (40, 32), (10**9, 24))
 """Up to how many nodes, models with more units than this are searched with neighbouring units merged; the chosen clusters are then
 cut between any two units."""
+CUT_ANYWHERE, CUT_UNITS = 100, 96
+"""In pools beyond so many nodes the chosen clusters are cut between so many units at most."""
 SHORTAGE_PRECISION = 5e-3
 """How exactly a shortage of memory is searched for, relative to it."""
 SMALL_BUDGET = 6_000_000_000
@@ -30,7 +32,10 @@ LARGE_BUDGET = 150_000_000
 LARGE_BUDGET_PER_NODE = 800_000
 FEW_CLUSTERS = 4
 """With at least as many clusters, a single one is not tried: averaging takes at most half of every line from them."""
-FINAL_BUDGET = 100_000_000
+FINAL_BUDGET = 30_000_000
+"""Work on the best orders of the chosen clusters of a large pool."""
+LARGE_PRECISION = 1e-5
+"""Relative precision of the periods of a large pool's clusters."""
 QUICK_BUDGET = 100_000_000
 
 
@@ -63,7 +68,13 @@ class Planner:
     profile: ModelProfile
     config: JobConfig
     fine: StageCutter
+    """Over all units."""
     coarse: StageCutter
+    """Over merged units, for searching."""
+    final: StageCutter
+    """For the cuts of the chosen clusters: over all units, or in very large pools over some merged ones."""
+    places: tuple[int, ...]
+    """First unit of each unit of `final`, and the end."""
 
     @classmethod
     def of(
@@ -84,10 +95,13 @@ class Planner:
         network = make_network(names, sorted(links, key=lambda link: (link.source, link.target, link.bytes_per_s, link.latency_s)))
         costs = unit_costs(profile, config)
         fine = _cutter(pool, network, costs, config, options)
+        last, places = merge_units(costs, costs.units if len(pool) <= CUT_ANYWHERE else CUT_UNITS)
+        final = fine if last.units == costs.units else _cutter(pool, network, last, config, options)
+        # Merged from those of `final`, so that every cut the search finds is one that can be made there.
         limit = next(units for most, units in SEARCHED_UNITS if len(pool) <= most)
-        merged = merge_units(costs, limit)[0]
-        coarse = fine if merged.units == costs.units else _cutter(pool, network, merged, config, options)
-        return cls(profile=profile, config=config, fine=fine, coarse=coarse)
+        merged = merge_units(last, limit)[0]
+        coarse = final if merged.units == last.units else _cutter(pool, network, merged, config, options)
+        return cls(profile=profile, config=config, fine=fine, coarse=coarse, final=final, places=places)
 
     @property
     def pool(self) -> tuple[NodeProfile, ...]:
@@ -104,9 +118,9 @@ class Planner:
         """Return the orders of the clusters of the best plan found; None if none respects memory and bounds."""
         groups = GroupSearch(cutter=self.coarse)
         found = _partition(groups, self.bounds, rng, self.fine.maker.options.effort)
-        if found is None and self.coarse is not self.fine:
+        if found is None and self.coarse is not self.final:
             # Merged units are larger: nodes that are just large enough may need the finest cuts.
-            found = _partition(GroupSearch(cutter=self.fine), self.bounds, rng, 0.1)
+            found = _partition(GroupSearch(cutter=self.final), self.bounds, rng, 0.1)
         return None if found is None else [result.order for result in found]
 
     def exact_cuts(self, orders: Sequence[tuple[int, ...]]) -> list[ClusterCut]:
@@ -128,10 +142,16 @@ class Planner:
             orders = [tuple(places[node.node_id] for node in cut.nodes) for cut in cuts[: max(len(kept), bounds.least)]]
 
     def _exact_cut(self, order: tuple[int, ...], clusters: int) -> ClusterCut:
-        groups = GroupSearch(cutter=self.fine.part(order))
-        result = groups.of_order(range(len(order)), clusters)
+        groups = GroupSearch(cutter=self.final.part(order))
+        precision = EXACT if len(self.pool) <= EXACT_ORDER else LARGE_PRECISION
+        result = groups.of_order(range(len(order)), clusters, precision)
         assert result is not None, "every cut between merged units is a cut between units"
-        return groups.cut_of(result, clusters)
+        cut = groups.cut_of(result, clusters)
+        if self.final is self.fine:
+            return cut
+        exact = self.fine.part(order).predict(cut.nodes, tuple(self.places[unit] for unit in cut.cuts), clusters)
+        assert exact is not None, "merging units changes no cost"
+        return exact
 
     # ------------------------------------------------------------ what cannot be planned
 

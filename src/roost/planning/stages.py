@@ -229,7 +229,9 @@ class StageCutter:
                 break
             feasible = np.flatnonzero(np.isfinite(self.round_trips(orders, clusters, tried, staleness)))
             if not feasible.size:
-                low, step, verify = tried, step * 3, False
+                if verify:
+                    break
+                low, step = tried, step * 3
                 continue
             orders, rows, step, verify = orders[feasible], rows[feasible], math.inf, not verify
             reached = [self._reached(order, clusters, tried, staleness) for order in orders[: TRACED if precision <= EXACT else 1]]
