@@ -25,7 +25,8 @@ from roost.types import ModelProfile, UnitProfile
 MAX_UNITS = 200
 """More units than this are merged: planning time grows with them, and a finer choice of cuts changes little."""
 
-BUDGET_S = 10.0
+BUDGET_S = 1.0
+"""For each of the three kinds of passes: fewer repeats if they take longer, but at least MIN_REPEATS."""
 MIN_REPEATS = 3
 SPLIT_STAGES = 4
 """Stages that the model is cut in to see what a stage costs beside its units."""
@@ -71,9 +72,9 @@ def profile(
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             counts, sizes = _count(captured, programs, data)
-            began = time.perf_counter()
 
             def repeated(measure: Callable[[], Sequence[Sequence[float]]]) -> list[Sequence[Sequence[float]]]:
+                began = time.perf_counter()
                 results = [measure()]
                 while len(results) < repeats and (len(results) < MIN_REPEATS or time.perf_counter() - began < BUDGET_S):
                     results.append(measure())
@@ -347,13 +348,10 @@ class _StepTimer:
 
     def seconds(self) -> float:
         """Return the median over a few steps, after one that makes the state."""
-        other = torch.zeros(CACHE_BYTES // 4)
         times = []
         for _ in range(1 + UPDATE_STEPS):
-            # As a backward leaves them: new, and no more in the caches.
             for parameter in self._parameters:
                 parameter.grad = torch.full_like(parameter, UPDATE_GRADIENT)
-            other.add_(1)
             begin = time.thread_time()
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
