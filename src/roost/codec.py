@@ -158,6 +158,15 @@ def _enum_decoder(kind: type[StrEnum]) -> Decoder:
     return decode_enum
 
 
+def _is_text(raw: str) -> bool:
+    """Return whether a string can be written as UTF-8: JSON's escapes can spell half a surrogate pair, which nothing can print."""
+    try:
+        raw.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _scalar_decoder(annotation: Any) -> Decoder:
     def decode_scalar(raw: object, path: str) -> Any:
         if annotation is float and type(raw) in (int, float):
@@ -165,7 +174,7 @@ def _scalar_decoder(annotation: Any) -> Decoder:
             if math.isfinite(number):
                 return number
         elif annotation is str and isinstance(raw, str):
-            if len(raw) <= MAX_STRING:
+            if len(raw) <= MAX_STRING and _is_text(raw):
                 return raw
         elif annotation is int and type(raw) is int:
             if -(2**63) <= raw < 2**63:

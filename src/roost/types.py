@@ -26,6 +26,13 @@ DTYPE_BYTES: dict[str, int] = {
 }
 """Every dtype that may cross the wire, with its bytes per element."""
 
+MAX_SECONDS, MAX_BYTES = 1e9, 2**60
+MIN_FLOP_PER_S, MAX_FLOP_PER_S = 1.0, 1e24
+MIN_RATE, MAX_RATE = 1e-9, 1e18
+"""Bytes per second."""
+MIN_RELIABILITY = 1e-6
+MAX_UNITS = 1024
+"""What profiles may say: within these bounds no cost of a plan overflows, and its tables stay small."""
 MAX_DIMENSIONS = 16
 MAX_ELEMENTS = 2**40
 
@@ -33,6 +40,20 @@ MAX_ELEMENTS = 2**40
 def _require(condition: bool, what: str) -> None:
     if not condition:
         raise InvalidConfigError(what)
+
+
+def _check_tensor(name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    """Raise InvalidConfigError for an unknown dtype, too many dimensions, a negative size, or more than MAX_ELEMENTS elements."""
+    _require(len(shape) <= MAX_DIMENSIONS, f"tensor {name!r}: {len(shape)} dimensions, at most {MAX_DIMENSIONS}")
+    _require(dtype in DTYPE_BYTES, f"tensor {name!r}: dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    elements = 1
+    if any(size < 0 for size in shape):
+        raise InvalidConfigError(f"tensor {name!r}: negative size in shape {shape}")
+    for size in (0,) if 0 in shape else shape:
+        # Stops at the first product that is too large: huge integers are never multiplied.
+        if size > MAX_ELEMENTS or elements * size > MAX_ELEMENTS:
+            raise InvalidConfigError(f"tensor {name!r}: shape {shape} is too large")
+        elements *= size
 
 
 def _finite(value: float) -> bool:
@@ -63,10 +84,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _require(self.dtype in DTYPE_BYTES, f"tensor {self.name!r}: dtype {self.dtype!r} is not one of {sorted(DTYPE_BYTES)}")
-        _require(len(self.shape) <= MAX_DIMENSIONS, f"tensor {self.name!r}: {len(self.shape)} dimensions, at most {MAX_DIMENSIONS}")
-        _require(all(size >= 0 for size in self.shape), f"tensor {self.name!r}: negative size in shape {self.shape}")
-        _require(math.prod(self.shape) <= MAX_ELEMENTS, f"tensor {self.name!r}: shape {self.shape} is too large")
+        _check_tensor(self.name, self.dtype, self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +101,9 @@ class TensorRecord:
     kind: TensorKind
     trainable: bool
     """True for a parameter that the optimizer updates."""
+
+    def __post_init__(self) -> None:
+        _check_tensor(self.name, self.dtype, self.shape)
 
     @property
     def spec(self) -> TensorSpec:
@@ -131,7 +152,10 @@ class UnitProfile:
         _require(0 <= self.start < self.stop, f"unit {self.label!r}: empty range {self.start}..{self.stop}")
         costs = (self.forward_s, self.backward_s, self.forward_flop, self.update_s)
         _require(all(_finite(cost) and cost >= 0 for cost in costs), f"unit {self.label!r}: costs must be finite and not negative")
-        _require(self.saved_bytes >= 0 and self.crossing_bytes >= 0, f"unit {self.label!r}: negative bytes")
+        seconds = (self.forward_s, self.backward_s, self.update_s)
+        _require(max(seconds) <= MAX_SECONDS, f"unit {self.label!r}: {max(seconds):g} s is not possible")
+        sizes = (self.saved_bytes, self.crossing_bytes)
+        _require(all(0 <= size <= MAX_BYTES for size in sizes), f"unit {self.label!r}: bytes out of range")
 
     @cached_property
     def tensor_bytes(self) -> int:
@@ -159,11 +183,13 @@ class ModelProfile:
     """The same for its optimizer step, per batch."""
 
     def __post_init__(self) -> None:
-        _require(len(self.units) > 0, f"model {self.name!r} has no units")
+        _require(0 < len(self.units) <= MAX_UNITS, f"model {self.name!r} has {len(self.units)} units, not 1..{MAX_UNITS}")
+        _require(0 <= self.input_bytes <= MAX_BYTES, f"model {self.name!r}: input bytes out of range")
         _require(self.micro_batch_size > 0, f"model {self.name!r}: micro-batch size {self.micro_batch_size}")
-        _require(_finite(self.reference_flop_per_s) and self.reference_flop_per_s > 0, "the reference speed must be positive")
+        possible = MIN_FLOP_PER_S <= self.reference_flop_per_s <= MAX_FLOP_PER_S
+        _require(possible, f"the reference speed {self.reference_flop_per_s:g} FLOP/s is not possible")
         times = (self.stage_s, self.stage_update_s)
-        _require(all(_finite(seconds) and seconds >= 0 for seconds in times), "the times of a stage must be finite and not negative")
+        _require(all(0 <= seconds <= MAX_SECONDS for seconds in times), f"the times of a stage must be in 0..{MAX_SECONDS:g} s")
         for before, after in zip(self.units, self.units[1:], strict=False):
             _require(before.stop == after.start, f"units {before.label!r} and {after.label!r} are not contiguous")
         names = [tensor.name for unit in self.units for tensor in unit.tensors]
@@ -198,7 +224,11 @@ class NodeProfile:
     wire_s_per_byte: float = 0.0
     """CPU seconds to send or receive one byte; 0: not measured."""
     reliability: float = 1.0
-    """Fraction of the time it is there, in (0, 1]: observed, or declared by its owner."""
+    """Fraction of the time it is there, at least MIN_RELIABILITY: observed, or declared by its owner."""
+    up_bytes_per_s: float = 0.0
+    """What it can send in all; 0: the best that any of its links was measured to carry."""
+    down_bytes_per_s: float = 0.0
+    """What it can receive in all; 0: the best that any of its links was measured to carry."""
     host: str = ""
     """Nodes with the same name here share one machine's cores; empty: it has a machine of its own."""
     host_cores: int = 0
@@ -206,12 +236,17 @@ class NodeProfile:
 
     def __post_init__(self) -> None:
         _require(self.memory_bytes > 0, f"node {self.node_id}: memory must be positive")
-        _require(_finite(self.flop_per_s) and self.flop_per_s > 0, f"node {self.node_id}: speed must be positive")
+        _require(self.memory_bytes <= MAX_BYTES, f"node {self.node_id}: memory must be at most {MAX_BYTES} bytes")
+        possible = MIN_FLOP_PER_S <= self.flop_per_s <= MAX_FLOP_PER_S
+        _require(possible, f"node {self.node_id}: speed {self.flop_per_s:g} FLOP/s is not possible")
         _require(self.threads > 0, f"node {self.node_id}: threads must be positive")
-        costs = (self.memory_bytes_per_s, self.message_s, self.wire_s_per_byte)
-        _require(all(_finite(cost) and cost >= 0 for cost in costs), f"node {self.node_id}: costs must be finite and not negative")
+        costs = (self.message_s, self.wire_s_per_byte)
+        _require(all(0 <= cost <= MAX_SECONDS for cost in costs), f"node {self.node_id}: costs must be in 0..{MAX_SECONDS:g} s")
+        rates = (self.memory_bytes_per_s, self.up_bytes_per_s, self.down_bytes_per_s)
+        _require(all(rate == 0 or MIN_RATE <= rate <= MAX_RATE for rate in rates), f"node {self.node_id}: a rate is not possible: {rates}")
         _require(0 < self.relative_speed <= 1, f"node {self.node_id}: relative speed {self.relative_speed} must be in (0, 1]")
-        _require(0 < self.reliability <= 1, f"node {self.node_id}: reliability {self.reliability} must be in (0, 1]")
+        in_range = MIN_RELIABILITY <= self.reliability <= 1
+        _require(in_range, f"node {self.node_id}: reliability {self.reliability} must be in {MIN_RELIABILITY:g}..1")
         _require(self.host_cores >= 0, f"node {self.node_id}: cores must not be negative")
 
 
@@ -226,8 +261,10 @@ class LinkProfile:
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        _require(_finite(self.latency_s) and self.latency_s >= 0, f"link {self.source}->{self.target}: latency must be finite")
-        _require(_finite(self.bytes_per_s) and self.bytes_per_s > 0, f"link {self.source}->{self.target}: bandwidth must be positive")
+        name = f"link {self.source}->{self.target}"
+        _require(0 <= self.latency_s <= MAX_SECONDS, f"{name}: latency {self.latency_s:g} s must be in 0..{MAX_SECONDS:g}")
+        possible = MIN_RATE <= self.bytes_per_s <= MAX_RATE
+        _require(possible, f"{name}: bandwidth {self.bytes_per_s:g} bytes/s must be in {MIN_RATE:g}..{MAX_RATE:g}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +298,7 @@ class StagePlan:
     received_bytes_per_s: float = 0.0
     """Predicted: values, gradients, averaging, and at stage 0 the data."""
     binding: str = ""
-    """What keeps this node from doing more: 'compute', 'uplink', 'downlink', 'memory', 'round trip', or empty if another node binds."""
+    """What keeps this node from doing more: 'compute', 'uplink', 'downlink', 'memory', 'round trip' or 'cores'; else another node binds."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -142,3 +142,10 @@ def test_right_fields_with_wrong_values_are_a_message_or_refused(kind: type[m.Me
 def test_peers_are_records() -> None:
     with pytest.raises(MalformedMessageError, match="expected exactly the fields"):
         decode_record(Peer, {"peer_id": "a"})
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\udfffb"])
+def test_half_a_surrogate_pair_is_no_text(name: str) -> None:
+    with pytest.raises(MalformedMessageError, match="is not a valid str"):
+        decode(changed(["body", "values", 0, "name"], name))
+    assert decode(changed(["body", "values", 0, "name"], "\U0001f333"))

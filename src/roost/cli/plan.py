@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from roost import messages as m
 from roost.cli.lifetime import stop_on_sigterm
 from roost.cli.plan_change import print_change, print_no_change
 from roost.cli.plan_picture import draw_plan
-from roost.cli.plan_report import as_json, print_plan, with_remedies
+from roost.cli.plan_report import as_json, error_json, print_plan, with_remedies
 from roost.cli.status import NobodyHome
 from roost.config import JobConfig, require
 from roost.errors import InvalidConfigError, MalformedMessageError, PlanningError, RoostError, ScriptError
@@ -81,7 +82,22 @@ class PoolAnswer:
 
 
 def run(command: PlanCommand) -> None:
-    """Plan, and print the plan. Raises RoostError; for a pool that cannot hold the model with the changes that would do."""
+    """Plan, and print the plan; if JSON is wanted, an error is printed as well as raised.
+
+    Raises RoostError; for a pool that cannot hold the model with the changes that would do.
+    """
+    try:
+        refusal = _run(command)
+    except RoostError as error:
+        if command.json_output:
+            print(error_json(error), flush=True)
+        raise
+    if refusal is not None:
+        raise refusal
+
+
+def _run(command: PlanCommand) -> PlanningError | None:
+    """Print the plan, or return why there is none, printed already if JSON is wanted."""
     _check(command)
     # Files are read first: a mistake in one should not show only after the model was measured.
     imagined = load_pool_file(command.pool_file) if command.pool_file is not None else None
@@ -101,12 +117,13 @@ def run(command: PlanCommand) -> None:
             elif imagined is not None:
                 answer = _planned(answer, model.profile, config)
         if answer.plan is None:
-            raise _refusal(command, answer, model.profile, config)
+            return _refusal(command, answer, model.profile, config)
         advice = None
         if command.advice and current is None:
             with _status(command, "planning for changed pools ..."):
                 advice = _advice(answer, answer.plan, model.profile, config)
     _show(command, model.profile, config, answer, answer.plan, advice, current)
+    return None
 
 
 def _show(
@@ -135,6 +152,8 @@ def _show(
 
 
 def _check(command: PlanCommand) -> None:
+    if command.script is not None and str(command.script).startswith("-") and not command.script.is_file():
+        raise InvalidConfigError(f"unknown option {str(command.script)!r}", hint="roost plan --help lists the options.")
     if (command.script is None) == (command.profile is None):
         raise InvalidConfigError(
             "give either a script or --profile",
@@ -146,6 +165,7 @@ def _check(command: PlanCommand) -> None:
     require(command.address != "" or not command.token, "--token goes with --pool")
     if command.script is None and not pools:
         raise InvalidConfigError("no pool to plan for", hint=NO_POOL_HINT)
+    require(command.nodes >= 1, f"nodes must be at least 1, not {command.nodes}")
     require(command.wait_s > 0, f"wait must be positive, not {command.wait_s}")
     require(command.payback_s is None or command.current is not None, "--payback-s goes with --current")
     payback_s = _payback_s(command)
@@ -187,10 +207,31 @@ def _model(command: PlanCommand) -> tuple[ModelFile, Pool | None]:
         return ModelFile.load(command.profile), pool
     assert command.script is not None, "checked before"
     # What a script prints is for people; with --json standard output is for the one line.
-    redirected = contextlib.redirect_stdout(sys.stderr) if command.json_output else contextlib.nullcontext()
-    with redirected:
+    with _output_to_errors() if command.json_output else contextlib.nullcontext():
         model, scripts_pool = _run_script(command.script, command.arguments)
     return model, pool or scripts_pool
+
+
+@contextlib.contextmanager
+def _output_to_errors() -> Iterator[None]:
+    """Send to standard error what is printed to standard output, also past Python: by child processes and libraries in C."""
+    _flush_output()
+    with contextlib.ExitStack() as stack:
+        # Either may be closed; then there is nothing to keep clean, or nowhere to send it.
+        with contextlib.suppress(OSError):
+            kept = os.dup(1)
+            stack.callback(os.close, kept)
+            os.dup2(2, 1)
+            stack.callback(os.dup2, kept, 1)
+        stack.callback(_flush_output)
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        yield
+
+
+def _flush_output() -> None:
+    for stream in (sys.stdout, sys.__stdout__):
+        if stream is not None and not stream.closed:
+            stream.flush()
 
 
 def _run_script(script: Path, arguments: tuple[str, ...]) -> tuple[ModelFile, Pool | None]:
@@ -204,7 +245,15 @@ def _run_script(script: Path, arguments: tuple[str, ...]) -> tuple[ModelFile, Po
     DEFAULTS.set(defaults)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
-    execute(script, defaults)
+    try:
+        execute(script, defaults)
+    except SystemExit as error:
+        if not defaults.prepared:
+            raise ScriptError(f"{script} ended with exit code {str(error.code)[:200]} without calling roost.train(job)") from error
+    except RoostError:
+        # Once the model is captured, what the script does after that no longer matters.
+        if not defaults.prepared:
+            raise
     if not defaults.prepared:
         raise ScriptError(f"{script} ended without calling roost.train(job)")
     prepared = defaults.prepared[0]

@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from roost.cli.plan_change import change_record
-from roost.cli.plan_text import averaging_line, backup_lines, layers_of, sizes, title
+from roost.cli.plan_text import averaging_line, backup_lines, layers_of, printable, sizes, title
 from roost.codec import encode_record
 from roost.config import JobConfig, format_bytes
-from roost.errors import PlanningError
+from roost.errors import PlanningError, RoostError
 from roost.planning.advice import Advice, PoolChange, Verdict, format_rate
 from roost.planning.replan import PlanChange
 from roost.types import ClusterPlan, LinkProfile, ModelProfile, NodeProfile, Plan
@@ -34,10 +34,10 @@ def print_plan(
     emulated = {node.node_id for node in nodes if node.emulated}
     console.print(Text(f"{title(plan, profile, len(nodes))}, {format_rate(plan.samples_per_s)} predicted", style="bold"), soft_wrap=True)
     if advice is not None:
-        console.print(Text(advice.headline, style=COLOURS.get(advice.verdict, "bold yellow")), soft_wrap=True)
+        console.print(Text(printable(advice.headline), style=COLOURS.get(advice.verdict, "bold yellow")), soft_wrap=True)
     for cluster in plan.clusters:
         console.print()
-        console.print(Text(_cluster_line(cluster), style="bold"), soft_wrap=True)
+        console.print(Text(printable(_cluster_line(cluster)), style="bold"), soft_wrap=True)
         console.print(_cluster_table(cluster, profile, emulated))
     lines = _below(plan, config)
     if emulated:
@@ -45,11 +45,11 @@ def print_plan(
     if lines:
         console.print()
     for line in lines:
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(printable(line)), soft_wrap=True)
     # What binds a cluster stands above its table already.
     said = tuple(f"cluster {cluster.index} is bound by " for cluster in plan.clusters)
     for note in (note for note in plan.notes if not note.startswith(said)):
-        console.print(Text(f"- {note}", style="dim"), soft_wrap=True)
+        console.print(Text(f"- {printable(note)}", style="dim"), soft_wrap=True)
     if advice is not None and advice.changes:
         console.print()
         console.print(_changes_table(advice.changes))
@@ -72,13 +72,13 @@ def _cluster_table(cluster: ClusterPlan, profile: ModelProfile, emulated: set[st
     for stage in cluster.stages:
         table.add_row(
             str(stage.index),
-            Text(f"{stage.node_id}{'*' if stage.node_id in emulated else ''}"),
+            Text(f"{printable(stage.node_id)}{'*' if stage.node_id in emulated else ''}"),
             Text(layers_of(stage, profile)),
             sizes(stage.memory_needed_bytes, stage.memory_available_bytes),
             str(stage.versions),
             f"{stage.busy:.0%}",
             sizes(stage.sent_bytes_per_s, stage.received_bytes_per_s),
-            Text(stage.binding, style="" if stage.binding == "memory" else "bold red"),
+            Text(printable(stage.binding), style="" if stage.binding == "memory" else "bold red"),
         )
     return table
 
@@ -101,14 +101,14 @@ def _changes_table(changes: Sequence[PoolChange]) -> Table:
     table.add_column("gain", justify="right", no_wrap=True)
     for change in changes:
         gain = "nothing" if abs(change.gain) < NOTHING_GAINED else f"{change.gain:+.0%}"
-        table.add_row(Text(change.what), format_rate(change.samples_per_s), gain)
+        table.add_row(Text(printable(change.what)), format_rate(change.samples_per_s), gain)
     return table
 
 
 def with_remedies(error: PlanningError, changes: Sequence[PoolChange]) -> PlanningError:
     """Make what would do the hint of `error`, one line per change, and return it."""
     if changes:
-        lines = "".join(f"\n    - {change.what}: {format_rate(change.samples_per_s)} predicted" for change in changes)
+        lines = "".join(f"\n    - {printable(change.what)}: {format_rate(change.samples_per_s)} predicted" for change in changes)
         error.hint = f"Any one of these would do:{lines}"
     return error
 
@@ -129,11 +129,6 @@ def as_json(
 
     `change` is None if the plan is no other than the job runs with.
     """
-    failed: dict[str, Any] | None = None
-    if error is not None:
-        short = getattr(error, "short_bytes", 0)
-        failed = {"code": error.code, "message": error.message, "hint": error.hint, "short_bytes": short}
-        failed["changes"] = [encode_record(change) for change in changes]
     model = {
         "name": profile.name,
         "units": len(profile.units),
@@ -148,6 +143,22 @@ def as_json(
         "plan": None if plan is None else encode_record(plan),
         "advice": None if advice is None else encode_record(advice),
         "change": None if change is None else change_record(change),
-        "error": failed,
+        "error": None if error is None else _failed(error, changes),
     }
     return json.dumps(record, separators=(",", ":"), allow_nan=False)
+
+
+def error_json(error: RoostError) -> str:
+    """Return an error that came before there was a pool to plan for, with the fields of as_json()."""
+    empty: dict[str, Any] = {"model": None, "config": None, "nodes": [], "links": [], "plan": None, "advice": None, "change": None}
+    return json.dumps({**empty, "error": _failed(error, ())}, separators=(",", ":"), allow_nan=False)
+
+
+def _failed(error: RoostError, changes: Sequence[PoolChange]) -> dict[str, Any]:
+    return {
+        "code": error.code,
+        "message": error.message,
+        "hint": error.hint,
+        "short_bytes": getattr(error, "short_bytes", 0),
+        "changes": [encode_record(change) for change in changes],
+    }

@@ -12,10 +12,15 @@ SHOWN_AT_LEAST = 0.1
 """A size below this in the unit of another has a unit of its own."""
 
 
+def printable(text: str) -> str:
+    """Return text that a terminal only shows: a control character, which could do anything to it, becomes '?'."""
+    return "".join("?" if ord(letter) < 32 or 127 <= ord(letter) < 160 else letter for letter in text)
+
+
 def layers_of(part: StagePlan | Move, profile: ModelProfile) -> str:
     """Return the modules that a stage runs, or of which tensors move: 'layers.0 .. 3'."""
     units = profile.units[part.first_unit : part.last_unit]
-    labels = list(dict.fromkeys(unit.label for unit in units if unit.label))
+    labels = list(dict.fromkeys(printable(unit.label) for unit in units if unit.label))
     if len(labels) < 2:
         return "".join(labels)
     parent, dot, _ = labels[0].rpartition(".")
@@ -62,7 +67,7 @@ def averaging_line(plan: Plan, interval: int) -> str:
 
 def title(plan: Plan, profile: ModelProfile, nodes: int) -> str:
     """Return the plan in one line."""
-    return f"{profile.name}: {_count(plan.clusters, 'cluster')} on {len(plan.stages)} of {nodes} nodes"
+    return f"{printable(profile.name)}: {_count(plan.clusters, 'cluster')} on {len(plan.stages)} of {nodes} nodes"
 
 
 def _count(things: Sequence[object], name: str) -> str:

@@ -162,7 +162,8 @@ def single_nodes(planner: Replanner, pool: PoolView) -> tuple[SingleNode, ...]:
     kinds: dict[tuple[object, ...], NodeProfile] = {}
     for node in sorted(pool.nodes, key=lambda node: node.node_id):
         plain = dataclasses.replace(node, node_id="", address="", host="", host_cores=0, reliability=1.0)
-        kinds.setdefault(dataclasses.astuple(plain), node)
+        line = pool.up_bytes_per_s(node.node_id), pool.down_bytes_per_s(node.node_id)
+        kinds.setdefault((*dataclasses.astuple(plain), *line), node)
     fastest = sorted(kinds.values(), key=lambda node: -node.flop_per_s)[: MOST_SINGLES - 1]
     largest = max(kinds.values(), key=lambda node: node.memory_bytes)
     asked = fastest if largest in fastest else [*fastest, largest]

@@ -141,7 +141,7 @@ class GroupSearch:
         if averaging not in self._whole:
             memory, costs = self.cutter.maker.memory, self.cutter.costs
             ends = 2 * float(costs.crossing_bytes[0]) * costs.micro_batches_per_batch
-            self._whole[averaging] = float(memory.stage_bytes(0, costs.units, 1, averaging)) - ends
+            self._whole[averaging] = max(1.0, float(memory.stage_bytes(0, costs.units, 1, averaging)) - ends)
         return self._whole[averaging]
 
     @cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,6 @@ DEFAULT_BYTES_PER_S = 12.5e6
 """Assumed for links when none was measured: 100 Mbit/s."""
 DEFAULT_LATENCY_S = 1e-3
 """Assumed for links when none was measured."""
-DENSE_NODES = 4096
-"""Largest pool for which every pair is kept; it takes 270 MB."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,18 +48,24 @@ class Network:
         """Return the network of some of the nodes, in that order."""
         chosen = np.asarray(places, dtype=np.intp)
         names = {place: name for name, place in self.places.items()}
+        rate, latency, up, down = self.rate[chosen][:, chosen], self.latency[chosen][:, chosen], self.up[chosen], self.down[chosen]
         return Network(
             places={names[place]: index for index, place in enumerate(places)},
-            rate=self.rate[chosen][:, chosen],
-            latency=self.latency[chosen][:, chosen],
-            up=self.up[chosen],
-            down=self.down[chosen],
-            uniform=self.uniform,
+            rate=rate,
+            latency=latency,
+            up=up,
+            down=down,
+            uniform=_uniform(rate, latency, up, down),
         )
 
 
-def make_network(node_ids: Sequence[str], links: Iterable[LinkProfile]) -> Network:
-    """Return the network of `node_ids`; links with an end that is not among them are ignored, of two for one pair the later counts."""
+def make_network(
+    node_ids: Sequence[str], links: Iterable[LinkProfile], declared: Mapping[str, tuple[float, float]] | None = None
+) -> Network:
+    """Return the network of `node_ids`; links with an end that is not among them are ignored, of two for one pair the later counts.
+
+    `declared` are lines that are known, up and down, by node id; 0 means unknown.
+    """
     places = {name: place for place, name in enumerate(node_ids)}
     known = {
         (places[link.source], places[link.target]): link
@@ -77,7 +81,8 @@ def make_network(node_ids: Sequence[str], links: Iterable[LinkProfile]) -> Netwo
         received[target].append(link.bytes_per_s)
         delays[source].append(link.latency_s)
         delays[target].append(link.latency_s)
-    up, down = _lines(sent), _lines(received)
+    known_lines = [(declared or {}).get(name, (0.0, 0.0)) for name in node_ids]
+    up, down = (_lines(seen, [line[way] for line in known_lines]) for way, seen in enumerate((sent, received)))
     delay = _typical(delays)
     rate = np.minimum(up[:, None], down[None, :])
     latency = (delay[:, None] + delay[None, :]) / 2
@@ -87,14 +92,15 @@ def make_network(node_ids: Sequence[str], links: Iterable[LinkProfile]) -> Netwo
         latency[ends[:, 0], ends[:, 1]] = [link.latency_s for link in known.values()]
     np.fill_diagonal(rate, np.inf)
     np.fill_diagonal(latency, 0.0)
-    return Network(places=places, rate=rate, latency=latency, up=up, down=down, uniform=_uniform(rate, latency))
+    return Network(places=places, rate=rate, latency=latency, up=up, down=down, uniform=_uniform(rate, latency, up, down))
 
 
-def _lines(seen: Sequence[Sequence[float]]) -> Floats:
-    """Return per node the most that any of its links was seen to carry; for a node without links the median of the others."""
-    best = [max(rates) for rates in seen if rates]
-    unknown = statistics.median(best) if best else DEFAULT_BYTES_PER_S
-    return np.asarray([max(rates) if rates else unknown for rates in seen], dtype=np.float64)
+def _lines(seen: Sequence[Sequence[float]], declared: Sequence[float]) -> Floats:
+    """Return per node its declared line, or else the most that any of its links was seen to carry, or else the median of the others."""
+    best = [line or max(rates, default=0.0) for rates, line in zip(seen, declared, strict=True)]
+    known = [line for line in best if line]
+    unknown = statistics.median(known) if known else DEFAULT_BYTES_PER_S
+    return np.asarray([line or unknown for line in best], dtype=np.float64)
 
 
 def _typical(seen: Sequence[Sequence[float]]) -> Floats:
@@ -103,8 +109,10 @@ def _typical(seen: Sequence[Sequence[float]]) -> Floats:
     return np.asarray([statistics.median(delays) if delays else unknown for delays in seen], dtype=np.float64)
 
 
-def _uniform(rate: Floats, latency: Floats) -> bool:
+def _uniform(rate: Floats, latency: Floats, up: Floats, down: Floats) -> bool:
     if rate.shape[0] < 2:
         return True
+    if np.ptp(up) or np.ptp(down):
+        return False
     others = ~np.eye(rate.shape[0], dtype=bool)
     return bool(np.ptp(rate[others]) == 0 and np.ptp(latency[others]) == 0)

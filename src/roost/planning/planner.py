@@ -23,16 +23,16 @@ from roost.types import LinkProfile, ModelProfile, NodeProfile, Plan
 SEARCHED_UNITS = ((8, 48), (40, 32), (10**9, 24))
 """Up to how many nodes, models with more units than this are searched with neighbouring units merged; the chosen clusters are then
 cut between any two units."""
-CUT_ANYWHERE, CUT_UNITS = 100, 96
+CUT_ANYWHERE, CUT_UNITS = 60, 96
 """In pools beyond so many nodes the chosen clusters are cut between so many units at most."""
 SHORTAGE_PRECISION = 5e-3
 """How exactly a shortage of memory is searched for, relative to it."""
 SMALL_BUDGET = 6_000_000_000
-LARGE_BUDGET = 150_000_000
+LARGE_BUDGET = 60_000_000
 LARGE_BUDGET_PER_NODE = 800_000
 FEW_CLUSTERS = 4
 """With at least as many clusters, a single one is not tried: averaging takes at most half of every line from them."""
-FINAL_BUDGET = 30_000_000
+FINAL_BUDGET = 15_000_000
 """Work on the best orders of the chosen clusters of a large pool."""
 LARGE_PRECISION = 1e-5
 """Relative precision of the periods of a large pool's clusters."""
@@ -92,7 +92,11 @@ class Planner:
             raise InvalidConfigError(f"two nodes have the same name: {names}", hint="Give every node a name of its own (--name).")
         if not pool:
             raise EmptyPoolError("no node has joined")
-        network = make_network(names, sorted(links, key=lambda link: (link.source, link.target, link.bytes_per_s, link.latency_s)))
+        ordered = sorted(links, key=lambda link: (link.source, link.target, link.bytes_per_s, link.latency_s))
+        # Links to nodes that are not in the pool still tell what a node's line carries.
+        others = sorted({end for link in ordered for end in (link.source, link.target)}.difference(names))
+        declared = {node.node_id: (node.up_bytes_per_s, node.down_bytes_per_s) for node in pool}
+        network = make_network([*names, *others], ordered, declared).part(range(len(names)))
         costs = unit_costs(profile, config)
         fine = _cutter(pool, network, costs, config, options)
         last, places = merge_units(costs, costs.units if len(pool) <= CUT_ANYWHERE else CUT_UNITS)
@@ -177,7 +181,7 @@ class Planner:
         wanted = self.config.min_clusters
         enlarged = sorted(self.pool, key=lambda node: -node.memory_bytes)[:wanted]
         whole = float(self.fine.maker.memory.stage_bytes(0, self.fine.costs.units, 1, wanted > 1))
-        low, high = 0, math.ceil(whole) - min(node.memory_bytes for node in enlarged)
+        low, high = 0, max(1, math.ceil(whole) - min(node.memory_bytes for node in enlarged))
         while high - low > max(1, high * SHORTAGE_PRECISION):
             middle = (low + high) // 2
             low, high = (low, middle) if self._would_fit({node.node_id for node in enlarged}, middle) else (middle, high)

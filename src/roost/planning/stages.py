@@ -27,6 +27,8 @@ Places = npt.NDArray[np.intp]
 
 SHORTEST_PERIOD_S = 1e-9
 """Predicted for a model that costs nothing, so that rates stay finite."""
+LEAST_RELIABILITY = 1e-100
+"""However unreliable its nodes are, a cluster is worth more than none."""
 SLACK = 1e-9
 """Relative rounding error that is forgiven when two times are compared."""
 TRACED = 3
@@ -253,7 +255,7 @@ class StageCutter:
 
     def value(self, order: Sequence[int], period_s: float, staleness: int) -> float:
         """Return samples per second, less what staleness and absent nodes take from them."""
-        reliability = math.prod(self.nodes[place].reliability for place in order)
+        reliability = max(LEAST_RELIABILITY, math.prod(self.nodes[place].reliability for place in order))
         return self.costs.micro_batch_size / period_s / (1 + self.maker.options.staleness_cost * staleness) * reliability
 
     def at(self, order: Sequence[int], cuts: tuple[int, ...], clusters: int, period_s: float) -> ClusterCut:

@@ -26,12 +26,14 @@ class PoolView:
         return next(node for node in self.nodes if node.node_id == node_id)
 
     def up_bytes_per_s(self, node_id: str) -> float:
-        """Return the most that any link from the node carries; 0 if none is known."""
-        return max((link.bytes_per_s for link in self.links if link.source == node_id), default=0.0)
+        """Return what the node can send in all: declared, or else the most that any of its links carries; 0 if none is known."""
+        links = (link.bytes_per_s for link in self.links if link.source == node_id)
+        return self.node(node_id).up_bytes_per_s or max(links, default=0.0)
 
     def down_bytes_per_s(self, node_id: str) -> float:
-        """Return the most that any link to the node carries; 0 if none is known."""
-        return max((link.bytes_per_s for link in self.links if link.target == node_id), default=0.0)
+        """Return what the node can receive in all: declared, or else the most that any of its links carries; 0 if none is known."""
+        links = (link.bytes_per_s for link in self.links if link.target == node_id)
+        return self.node(node_id).down_bytes_per_s or max(links, default=0.0)
 
     # ------------------------------------------------------------ changed pools
 
@@ -41,12 +43,18 @@ class PoolView:
         return dataclasses.replace(self, nodes=tuple(changed))
 
     def with_faster_links_from(self, node_id: str, factor: float) -> PoolView:
-        """Return the pool in which every link from that node carries `factor` times as much."""
-        return self._with_rates(lambda link: link.source == node_id, factor)
+        """Return the pool in which that node's uplink, and every link from it, carries `factor` times as much."""
+        node = self.node(node_id)
+        return self._with_rates(lambda link: link.source == node_id, factor)._with_line(
+            dataclasses.replace(node, up_bytes_per_s=node.up_bytes_per_s * factor)
+        )
 
     def with_faster_links_to(self, node_id: str, factor: float) -> PoolView:
-        """Return the pool in which every link to that node carries `factor` times as much."""
-        return self._with_rates(lambda link: link.target == node_id, factor)
+        """Return the pool in which that node's downlink, and every link to it, carries `factor` times as much."""
+        node = self.node(node_id)
+        return self._with_rates(lambda link: link.target == node_id, factor)._with_line(
+            dataclasses.replace(node, down_bytes_per_s=node.down_bytes_per_s * factor)
+        )
 
     def with_faster_link_between(self, one: str, other: str, factor: float) -> PoolView:
         """Return the pool in which the link between two nodes carries `factor` times as much, both ways."""
@@ -60,8 +68,8 @@ class PoolView:
         )
 
     def alone(self, node_id: str) -> PoolView:
-        """Return the pool of that node only."""
-        return PoolView(nodes=(self.node(node_id),), links=())
+        """Return the pool of that node only; its links still tell what its line carries."""
+        return PoolView(nodes=(self.node(node_id),), links=tuple(link for link in self.links if node_id in (link.source, link.target)))
 
     def with_twins(self, node_id: str, count: int) -> PoolView:
         """Return the pool with `count` more nodes like that one, each on a machine of its own, with links like its links."""
@@ -88,6 +96,10 @@ class PoolView:
         while f"{name}-{number}" in taken:
             number += 1
         return f"{name}-{number}"
+
+    def _with_line(self, changed: NodeProfile) -> PoolView:
+        nodes = tuple(changed if node.node_id == changed.node_id else node for node in self.nodes)
+        return dataclasses.replace(self, nodes=nodes)
 
     def _with_rates(self, applies: Callable[[LinkProfile], bool], factor: float) -> PoolView:
         changed = (dataclasses.replace(link, bytes_per_s=link.bytes_per_s * factor) if applies(link) else link for link in self.links)

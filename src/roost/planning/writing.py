@@ -29,25 +29,26 @@ def write_plan(profile: ModelProfile, cutter: StageCutter, clusters: Sequence[Cl
     `unused_because` says for people why those of them are that could hold a stage.
     """
     shared = shares_of_cores(cutter, clusters)
-    rates = [cutter.costs.micro_batch_size / cut.period_s * share for cut, share in zip(clusters, shared, strict=True)]
+    periods = [cut.period_s / share for cut, share in zip(clusters, shared, strict=True)]
+    rates = [cutter.costs.micro_batch_size / period for period in periods]
     network = cutter.maker.network
     segments = make_segments(profile, clusters, network)
     piped = {
-        node.node_id: cutter.maker.line_bytes(cut.cuts[k], cut.cuts[k + 1], 1)[0] / cut.period_s
-        for cut in clusters
+        node.node_id: cutter.maker.line_bytes(cut.cuts[k], cut.cuts[k + 1], 1)[0] / period
+        for cut, period in zip(clusters, periods, strict=True)
         for k, node in enumerate(cut.nodes)
     }
     round_s = round_seconds(segments, network, piped, cutter.maker.options.averaging_compression)
-    fastest = min(cut.period_s for cut in clusters) * cutter.costs.micro_batches_per_batch
+    fastest = min(periods) * cutter.costs.micro_batches_per_batch
     interval = cutter.maker.config.averaging_interval
     round_updates = max(float(interval), round_s / fastest) if len(clusters) > 1 else 0.0
     plans = tuple(
         ClusterPlan(
             index=index,
-            stages=_stages(profile, cutter, index, cut, len(clusters), round_updates * fastest),
+            stages=_stages(profile, cutter, index, cut, len(clusters), round_updates * fastest, periods[index]),
             share=share,
             samples_per_s=rate,
-            bottleneck=cut.bottleneck,
+            bottleneck=cut.bottleneck if shared[index] == 1 else "cores of the machine that nodes share",
             staleness=older_versions(cut.allowed[0], cutter.costs.micro_batches_per_batch),
         )
         for index, (cut, rate, share) in enumerate(zip(clusters, rates, data_shares(rates), strict=True))
@@ -72,7 +73,13 @@ def write_plan(profile: ModelProfile, cutter: StageCutter, clusters: Sequence[Cl
 
 
 def _stages(
-    profile: ModelProfile, cutter: StageCutter, cluster: int, cut: ClusterCut, clusters: int, between_rounds_s: float
+    profile: ModelProfile,
+    cutter: StageCutter,
+    cluster: int,
+    cut: ClusterCut,
+    clusters: int,
+    between_rounds_s: float,
+    period_s: float,
 ) -> tuple[StagePlan, ...]:
     averaging, maker = clusters > 1, cutter.maker
     stages = []
@@ -95,11 +102,12 @@ def _stages(
             compute_s=cut.compute_s[index],
             send_s=cut.send_s[index],
             versions=1 + older_versions(cut.allowed[index], cutter.costs.micro_batches_per_batch),
-            busy=min(1.0, cut.compute_s[index] / cut.period_s),
-            sent_bytes_per_s=sent / cut.period_s + averaged,
-            received_bytes_per_s=received / cut.period_s + averaged,
+            busy=min(1.0, cut.compute_s[index] / period_s),
+            sent_bytes_per_s=sent / period_s + averaged,
+            received_bytes_per_s=received / period_s + averaged,
         )
-        stages.append(dataclasses.replace(stage, binding=_binding(stage, cutter, cut, averaging)))
+        binding = "cores" if period_s > cut.period_s and node.host else _binding(stage, cutter, cut, averaging)
+        stages.append(dataclasses.replace(stage, binding=binding))
     return tuple(stages)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from roost.codec import decode_record
+from roost.config import check_identifier
 from roost.errors import InvalidConfigError, MalformedMessageError
 from roost.requester.record_file import load_record, save_record
 from roost.types import ClusterPlan, ModelProfile, Plan
@@ -31,11 +33,23 @@ def _decode(raw: object) -> Plan:
         raise MalformedMessageError("it has no clusters")
     for index, cluster in enumerate(plan.clusters):
         _check_cluster(cluster, index)
-    names = [stage.node_id for stage in plan.stages]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    _check_names(plan)
+    stages = Counter(stage.node_id for stage in plan.stages)
+    twice = sorted(name for name, count in stages.items() if count > 1)
     if twice:
         raise MalformedMessageError(f"{twice[0]} has more than one stage")
     return plan
+
+
+def _check_names(plan: Plan) -> None:
+    """Raise MalformedMessageError unless every node has a name that a node can have."""
+    names = [stage.node_id for stage in plan.stages] + [backup.node_id for backup in plan.backup_stages] + list(plan.backups)
+    names += [name for segment in plan.segments for name in segment.members]
+    for name in names:
+        try:
+            check_identifier(name, "node")
+        except InvalidConfigError as error:
+            raise MalformedMessageError(error.message) from error
 
 
 def _check_cluster(cluster: ClusterPlan, index: int) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,13 @@ from roost.types import LinkProfile, NodeProfile
 
 MAX_FILE_BYTES = 1 << 18
 MAX_DEPTH = 8
+MAX_VALUES = 65_536
+"""Values and brackets of a file: more than the largest pool and all its links need."""
 MAX_NODES = 1024
+MAX_LINKS = 2000
+"""Entries of links."""
+MAX_PAIRS = 2_000_000
+"""Pairs of nodes that all entries of links stand for."""
 DEFAULT_MBIT = 1000.0
 """Up and down, of a node that says nothing: a wired home network."""
 DEFAULT_LATENCY_MS = 0.1
@@ -42,6 +49,10 @@ TOP_FIELDS = ("nodes", "links", "job")
 NODE_FIELDS = ("name", "memory", "speed", "gflops", "up_mbit", "down_mbit", "latency_ms", "reliability", "count")
 LINK_FIELDS = ("between", "mbit", "latency_ms")
 JOB_FIELDS = ("batch_size", "micro_batch_size", "averaging_interval", "min_clusters", "max_clusters", "max_in_flight")
+POWER_OF_TEN = re.compile(r"[-+]?[0-9]{1,20}(\.[0-9]{0,20})?[eE][-+]?[0-9]{1,3}")
+"""A number that YAML 1.1 takes for text if its dot or the sign of its exponent is missing."""
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""libyaml where it is there: it reads the largest file in a second."""
 HINT = "Correct the file: docs/plan.md has every field, examples/pool.yaml is an example."
 
 
@@ -102,7 +113,17 @@ class ImaginedPool:
 
     def node_profiles(self, reference_flop_per_s: float) -> tuple[NodeProfile, ...]:
         """Return the nodes, with speeds relative to a machine of `reference_flop_per_s`."""
-        return tuple(node.profile(reference_flop_per_s) for node in self.nodes)
+        fastest: dict[tuple[str, int], float] = {}
+        for ends, link in self.links.items():
+            for way, end in enumerate(ends):
+                fastest[end, way] = max(fastest.get((end, way), 0.0), link.bytes_per_s or 0.0)
+        profiles = []
+        for node in self.nodes:
+            # A link that is faster than the line, such as one inside a room, widens it.
+            up = max(node.up_bytes_per_s, fastest.get((node.name, 0), 0.0))
+            down = max(node.down_bytes_per_s, fastest.get((node.name, 1), 0.0))
+            profiles.append(dataclasses.replace(node.profile(reference_flop_per_s), up_bytes_per_s=up, down_bytes_per_s=down))
+        return tuple(profiles)
 
     def link_profiles(self) -> tuple[LinkProfile, ...]:
         """Return every link: the slower of uplink and downlink and the sum of latencies, unless the file says otherwise."""
@@ -131,21 +152,14 @@ def load_pool_file(path: Path) -> ImaginedPool:
     raw = _parse(path)
     file = _Entry(source=str(path), where="the file", fields=raw)
     file.allow(TOP_FIELDS)
-    nodes = [node for index, entry in enumerate(file.entries("nodes", "node")) for node in _nodes(entry, index)]
-    if not nodes:
-        raise file.error("'nodes' must list at least one node")
-    if len(nodes) > MAX_NODES:
-        raise file.error(f"{len(nodes)} nodes are too many: at most {MAX_NODES}")
+    nodes = _all_nodes(file)
     _check_names(file, nodes)
     groups: dict[str, list[str]] = {}
     for node in nodes:
         groups.setdefault(node.group, []).append(node.name)
         if node.group != node.name:
             groups.setdefault(node.name, []).append(node.name)
-    links: dict[tuple[str, str], ImaginedLink] = {}
-    for entry in file.entries("links", "link"):
-        links.update(_links(entry, groups))
-    return ImaginedPool(nodes=tuple(nodes), links=links, settings=_settings(file), source=str(path))
+    return ImaginedPool(nodes=tuple(nodes), links=_all_links(file, groups), settings=_settings(file), source=str(path))
 
 
 def _parse(path: Path) -> dict[Any, Any]:
@@ -160,8 +174,7 @@ def _parse(path: Path) -> dict[Any, Any]:
     if len(data) > MAX_FILE_BYTES:
         raise wrong(f"the file is larger than {MAX_FILE_BYTES} bytes")
     try:
-        _refuse_tricks(data, wrong)
-        raw = yaml.safe_load(data)
+        raw = _load(data, wrong)
     # A value such as a date that does not exist raises ValueError; so do bytes that are no text.
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise wrong(f"the file is not YAML: {' '.join(str(error).split())}") from error
@@ -170,11 +183,25 @@ def _parse(path: Path) -> dict[Any, Any]:
     return raw
 
 
+def _load(data: bytes, wrong: Any) -> Any:
+    """Return what YAML says. Raises what `wrong` makes of tricks, and the errors of yaml."""
+    _refuse_tricks(data, wrong)
+    loader = LOADER(data)
+    try:
+        node = loader.get_single_node()
+        _refuse_repetition(node, wrong)
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
 def _refuse_tricks(data: bytes, wrong: Any) -> None:
-    """Raise an error for aliases (few bytes that stand for many), deep nesting, several documents, and a field given twice."""
+    """Raise an error for too many values, aliases (few bytes that stand for many), deep nesting, and several documents."""
     depth = documents = 0
-    for event in yaml.parse(data, Loader=yaml.SafeLoader):
+    for count, event in enumerate(yaml.parse(data, Loader=LOADER)):
         line = event.start_mark.line + 1
+        if count > MAX_VALUES:
+            raise wrong(f"line {line}: the file has more than {MAX_VALUES} values")
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             raise wrong(f"line {line}: anchors and aliases (& and *) are not taken")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -183,7 +210,11 @@ def _refuse_tricks(data: bytes, wrong: Any) -> None:
             raise wrong(f"line {line}: nested more than {MAX_DEPTH} deep")
         if documents > 1:
             raise wrong(f"line {line}: a second document (---) begins")
-    pending = [yaml.compose(data, Loader=yaml.SafeLoader)]
+
+
+def _refuse_repetition(root: yaml.Node | None, wrong: Any) -> None:
+    """Raise an error for a field that is given twice."""
+    pending = [root]
     while pending:
         node = pending.pop()
         if isinstance(node, yaml.MappingNode):
@@ -228,7 +259,7 @@ class _Entry:
             return default
         value = self.fields[field]
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(f"{field} must be a number, not {_shown(value)}")
+            raise self.error(f"{field} must be a number, not {_shown(value)}{_spelled(value)}")
         # An int of any length compares exactly, where converting it might overflow.
         if not least < value <= most or not math.isfinite(value):
             raise self.error(f"{field} must be above {least:g} and at most {most:g}, not {_shown(value)}")
@@ -260,10 +291,44 @@ def _where(field: str, index: int, item: Mapping[Any, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    return repr(value)[:60]
+    try:
+        return repr(value)[:60]
+    except ValueError:
+        # Python writes out no int of thousands of digits.
+        return "a very large number"
 
 
-def _nodes(entry: _Entry, index: int) -> list[ImaginedNode]:
+def _spelled(value: object) -> str:
+    """Return how to write a number such as 1e3, which YAML 1.1 takes for text; '' for anything else."""
+    if not isinstance(value, str) or POWER_OF_TEN.fullmatch(value) is None or not math.isfinite(float(value)):
+        return ""
+    number = float(value)
+    mantissa, exponent = f"{number:e}".split("e")
+    power = f"{mantissa.rstrip('0')}{'0' if mantissa.rstrip('0').endswith('.') else ''}e{int(exponent):+d}"
+    return f": write {int(number)} or {power}" if number.is_integer() and abs(number) < 1e15 else f": write {power}"
+
+
+def _all_nodes(file: _Entry) -> list[ImaginedNode]:
+    """Return every node. Counts are summed before any is written out."""
+    entries: list[tuple[ImaginedNode, int | None]] = []
+    total = 0
+    for index, entry in enumerate(file.entries("nodes", "node")):
+        node, count = _node(entry, index)
+        total += count or 1
+        if total > MAX_NODES:
+            raise file.error(f"{total} nodes are too many: at most {MAX_NODES}")
+        entries.append((node, count))
+    if not entries:
+        raise file.error("'nodes' must list at least one node")
+    nodes: list[ImaginedNode] = []
+    for node, count in entries:
+        alike = (dataclasses.replace(node, name=f"{node.name}-{number + 1}") for number in range(count or 0))
+        nodes.extend((node,) if count is None else alike)
+    return nodes
+
+
+def _node(entry: _Entry, index: int) -> tuple[ImaginedNode, int | None]:
+    """Return the node of an entry, and how many there are of it; None: the one, under its own name."""
     entry.allow(NODE_FIELDS)
     name = entry.fields.get("name", f"node-{index + 1}")
     if not isinstance(name, str) or IDENTIFIER.fullmatch(name) is None:
@@ -276,7 +341,7 @@ def _nodes(entry: _Entry, index: int) -> list[ImaginedNode]:
     reliability = entry.number("reliability", 1.0, most=1.0)
     assert up is not None and down is not None and latency is not None and reliability is not None, "all have defaults"
     count = entry.whole("count", 1, least=1, most=MAX_NODES)
-    first = ImaginedNode(
+    node = ImaginedNode(
         name=name,
         group=name,
         memory_bytes=_memory(entry),
@@ -287,9 +352,7 @@ def _nodes(entry: _Entry, index: int) -> list[ImaginedNode]:
         latency_s=latency,
         reliability=reliability,
     )
-    if "count" not in entry.fields:
-        return [first]
-    return [dataclasses.replace(first, name=f"{name}-{number + 1}") for number in range(count)]
+    return node, count if "count" in entry.fields else None
 
 
 def _memory(entry: _Entry) -> int:
@@ -320,7 +383,28 @@ def _check_names(file: _Entry, nodes: list[ImaginedNode]) -> None:
             raise file.error(f"{node.group!r} names both a node and a group of nodes (with a count)")
 
 
-def _links(entry: _Entry, groups: Mapping[str, list[str]]) -> dict[tuple[str, str], ImaginedLink]:
+def _all_links(file: _Entry, groups: Mapping[str, list[str]]) -> dict[tuple[str, str], ImaginedLink]:
+    """Return the links by the names of both ends, in both orders; later entries count. Pairs are summed before any is written out."""
+    entries = file.entries("links", "link")
+    if len(entries) > MAX_LINKS:
+        raise file.error(f"{len(entries)} entries of links are too many: at most {MAX_LINKS}")
+    parsed = [_link_entry(entry, groups) for entry in entries]
+    pairs = sum(len(groups[one]) * len(groups[other]) for one, other, _ in parsed)
+    if pairs > MAX_PAIRS:
+        raise file.error(f"the entries of links stand for {pairs} pairs of nodes: at most {MAX_PAIRS}")
+    links: dict[tuple[str, str], ImaginedLink] = {}
+    for one, other, link in parsed:
+        for here in groups[one]:
+            for there in groups[other]:
+                if here != there:
+                    links[here, there] = link
+                    # Within a group the other order comes by itself.
+                    if one != other:
+                        links[there, here] = link
+    return links
+
+
+def _link_entry(entry: _Entry, groups: Mapping[str, list[str]]) -> tuple[str, str, ImaginedLink]:
     entry.allow(LINK_FIELDS)
     between = entry.fields.get("between")
     if not isinstance(between, list) or len(between) != 2:
@@ -331,10 +415,9 @@ def _links(entry: _Entry, groups: Mapping[str, list[str]]) -> dict[tuple[str, st
     link = ImaginedLink(bytes_per_s=entry.bytes_per_s("mbit", None), latency_s=entry.latency_s(None))
     if link.bytes_per_s is None and link.latency_s is None:
         raise entry.error("mbit or latency_ms must be given")
-    pairs = [(one, other) for one in groups[between[0]] for other in groups[between[1]] if one != other]
-    if not pairs:
+    if groups[between[0]] == groups[between[1]] and len(groups[between[0]]) == 1:
         raise entry.error(f"between: {between[0]} has no link to itself")
-    return {pair: link for one, other in pairs for pair in ((one, other), (other, one))}
+    return between[0], between[1], link
 
 
 def _listed(groups: Mapping[str, list[str]]) -> str:

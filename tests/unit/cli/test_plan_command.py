@@ -362,6 +362,8 @@ def test_a_script_without_any_pool_is_told_the_three_ways(roost: Roost, tmp_path
         (["--profile", "model.json", "--local", "-1"], "a local pool has 1 to 256 nodes"),
         (["--profile", "model.json", "--pool", "nonsense"], "must be host:port"),
         (["--profile", "model.json", "--pool", "a:1", "--nodes", "0"], "nodes must be at least 1"),
+        (["--profile", "model.json", "--local", "1", "--nodes", "-1"], "nodes must be at least 1, not -1"),
+        (["--profiel", "model.json", "--local", "1"], "unknown option '--profiel'"),
         (["--profile", "model.json", "--local", "1", "--token", "x"], "--token goes with --pool"),
         (["--profile", "model.json", "--local", "1", "--wait", "0"], "wait must be positive"),
         (["--profile", "model.json", "--local", "1", "--svg", "no/such/plan.svg"], "there is no directory no/such"),
@@ -458,3 +460,61 @@ def test_a_pool_that_breaks_while_it_is_asked_ends_the_command(tmp_path: Path, m
     monkeypatch.setattr(command, "local", lambda nodes: Breaking([], tmp_path))
     with pytest.raises(StageFailedError, match="the node-1 process ended"):
         command.run(PlanCommand(profile=saved_model(tmp_path), local_nodes=1))
+
+
+# ---------------------------------------------------------------- errors and scripts that do not play along
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "reason"),
+    [
+        (["--profile", "none.json", "--local", "1", "--json"], "R101", "none.json: the model's profile cannot be read"),
+        (["none.py", "--local", "1", "--json"], "R102", "there is no file none.py"),
+        (["--json"], "R101", "give either a script or --profile"),
+    ],
+)
+def test_any_error_is_one_line_of_json_too(
+    roost: Roost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: str, reason: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exit_code, out, text = roost(*arguments)
+    (line,) = out.splitlines()
+    record = json.loads(line)
+    assert exit_code == 1
+    assert (record["plan"], record["error"]["code"]) == (None, code)
+    assert reason in record["error"]["message"]
+    assert record["error"]["hint"]
+    assert f"error [{code}]" in text
+
+
+def test_a_script_that_exits_before_it_trains_is_named_with_its_code(roost: Roost, tmp_path: Path) -> None:
+    path = script(tmp_path, "sys.exit(3)\nroost.train(job)")
+    exit_code, _, error = roost(path, tmp_path, "--pool-file", pool_file(tmp_path, TWO))
+    assert exit_code == 1
+    assert "error [R102]" in error
+    assert "ended with exit code 3 without calling roost.train(job)" in error
+
+
+@pytest.mark.parametrize("after", ["sys.exit(3)", "1 / 0", "roost.train(None)"])
+def test_what_a_script_does_after_it_was_captured_does_not_matter(roost: Roost, tmp_path: Path, after: str) -> None:
+    path = script(tmp_path, f"try:\n    roost.train(job)\nexcept SystemExit:\n    {after}\n")
+    code, out, _ = roost(path, tmp_path, "--pool-file", pool_file(tmp_path, TWO), "--no-advice")
+    assert code == 0
+    assert "job: " in out
+
+
+def test_what_a_script_prints_past_python_does_not_disturb_the_json(tmp_path: Path) -> None:
+    lines = """
+        import os, subprocess
+        os.write(1, b"raw\\n")
+        subprocess.run([sys.executable, "-c", "print('child')"])
+        sys.__stdout__.write("original\\n")
+        roost.train(job)
+    """
+    arguments = [script(tmp_path, lines), tmp_path, "--pool-file", pool_file(tmp_path, TWO), "--no-advice", "--json"]
+    program = [sys.executable, "-m", "roost.cli.main", "plan", *map(str, arguments)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["error"] is None
+    assert {"raw", "child", "original"} <= set(done.stderr.split())

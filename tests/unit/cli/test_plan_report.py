@@ -142,3 +142,15 @@ def test_averaging_says_whether_the_links_keep_up() -> None:
     late = dataclasses.replace(plan, round_s=90.0, round_updates=40.0)
     assert averaging_line(late, 16).endswith("every 40 updates: the links cannot keep up with every 16")
     assert averaging_line(dataclasses.replace(plan, segments=()), 16) == ""
+
+
+def test_control_characters_never_reach_the_terminal() -> None:
+    profile = model(name="made\x1b[2Jup", labels=[f"layers\x07.{index}" for index in range(6)])
+    plan, _ = planned(profile, [node("a")])
+    plan = dataclasses.replace(plan, notes=("a\rnote\x9b",))
+    out = io.StringIO()
+    print_plan(Console(file=out, width=80, highlight=False), profile, config(), [node("a")], plan, None)
+    assert all(letter == "\n" or letter.isprintable() for letter in out.getvalue())
+    assert "made?[2Jup: " in out.getvalue()
+    assert "- a?note?" in out.getvalue()
+    assert layers_of(plan.stages[0], profile) == "layers?.0 .. 5"

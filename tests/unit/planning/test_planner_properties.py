@@ -299,9 +299,9 @@ DEGENERATE = {
     "exactly two clusters": Problem(profile=EVEN, nodes=FOUR, links=(), config=job(min_clusters=2, max_clusters=2)),
     "one micro-batch in flight": Problem(profile=EVEN, nodes=FOUR, links=tuple(all_links(FOUR)), config=job(max_in_flight=1)),
     "nobody can be relied on": Problem(
-        profile=EVEN, nodes=tuple(dataclasses.replace(m, reliability=1e-9) for m in FOUR), links=(), config=job()
+        profile=EVEN, nodes=tuple(dataclasses.replace(m, reliability=1e-6) for m in FOUR), links=(), config=job()
     ),
-    "a slow reference": Problem(profile=dataclasses.replace(EVEN, reference_flop_per_s=1e-3), nodes=TWO, links=(), config=job()),
+    "a slow reference": Problem(profile=dataclasses.replace(EVEN, reference_flop_per_s=1.0), nodes=TWO, links=(), config=job()),
     "nodes that outrun the reference": Problem(profile=EVEN, nodes=(node("n0", speed=1e12 / REFERENCE),), links=(), config=job()),
 }
 

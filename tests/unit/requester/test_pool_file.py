@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,12 @@ def test_the_example_is_right() -> None:
         ("nodes: [{name: a, memory: 1, speed: .nan}]", "speed must be above 0 and at most 1e+06, not nan"),
         ("nodes: [{name: a, memory: 1, speed: .inf}]", "speed must be above 0 and at most 1e+06, not inf"),
         ("nodes: [{name: a, memory: 1, speed: fast}]", "speed must be a number, not 'fast'"),
+        ("nodes: [{name: a, memory: 1, speed: 1e3}]", "speed must be a number, not '1e3': write 1000 or 1.0e+3"),
+        ("nodes: [{name: a, memory: 1, speed: 15e-1}]", "speed must be a number, not '15e-1': write 1.5e+0"),
+        (f"nodes: [{{name: a, memory: 1, speed: 0x{'f' * 9000}}}]", "not a very large number"),
+        (f"nodes: [{{name: a, memory: 1, count: 0x{'f' * 9000}}}]", "count must be in 1..1024, not a very large number"),
+        (f"nodes: [{{name: 0x{'f' * 9000}, memory: 1}}]", "not a very large number"),
+        (f"nodes: [{{name: a, memory: 0x{'f' * 9000}}}]", "not a very large number"),
         ("nodes: [{name: a, memory: 1, speed: yes}]", "speed must be a number, not True"),
         ("nodes: [{name: a, memory: 1, speed: null}]", "speed must be a number, not None"),
         ("nodes: [{name: a, memory: 1, gflops: -5}]", "gflops must be above 0"),
@@ -236,6 +243,32 @@ def test_a_file_that_is_not_there_or_a_directory_is_refused(tmp_path: Path) -> N
 
 def test_the_largest_pool_is_taken(tmp_path: Path) -> None:
     assert len(load(tmp_path, f"nodes: [{{name: a, memory: 1GB, count: {MAX_NODES}}}]").nodes) == MAX_NODES
+
+
+def test_files_that_stand_for_too_much_are_refused_at_once(tmp_path: Path) -> None:
+    many = ", ".join("{name: a, memory: 1, count: 1024}" for _ in range(1200))
+    whole = "nodes: [{name: a, memory: 1, count: 1024}]\nlinks: [" + "{between: [a, a], mbit: 1}, " * 3 + "]"
+    single = "nodes: [{name: a, memory: 1}, {name: b, memory: 1}]\nlinks: [" + "{between: [a, b], mbit: 1}, " * 2001 + "]"
+    values = "nodes: [" + "1," * 70_000 + "]"
+    tracemalloc.start()
+    try:
+        for text, reason in (
+            (f"nodes: [{many}]", "2048 nodes are too many: at most 1024"),
+            (whole, "the entries of links stand for 3145728 pairs of nodes: at most 2000000"),
+            (single, "2001 entries of links are too many: at most 2000"),
+            (values, "line 1: the file has more than 65536 values"),
+        ):
+            with pytest.raises(InvalidConfigError, match=reason):
+                load(tmp_path, text)
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_link_within_a_group_is_one_between_any_two_of_it(tmp_path: Path) -> None:
+    pool = load(tmp_path, "nodes: [{name: a, memory: 1, count: 3}]\nlinks: [{between: [a, a], mbit: 8}]")
+    assert {one.bytes_per_s for one in pool.link_profiles()} == {1e6}
+    assert len(pool.links) == 6
 
 
 ANYTHING = st.recursive(
