@@ -362,7 +362,8 @@ def _memory(entry: _Entry) -> int:
     if isinstance(raw, bool) or not isinstance(raw, int | str):
         raise entry.error(f"memory must be bytes or text such as 8GB, not {_shown(raw)}")
     try:
-        size = parse_bytes(raw)
+        # An int beyond that may be too long to be written out in an error.
+        size = raw if isinstance(raw, int) and abs(raw) > MOST_MEMORY else parse_bytes(raw)
     except InvalidConfigError as error:
         raise entry.error(f"memory: {error.message}") from error
     if not 0 < size <= MOST_MEMORY:

@@ -90,3 +90,16 @@ def test_a_part_of_a_network_has_the_same_links_under_new_places() -> None:
     # Lines stay what they were in the whole pool.
     assert list(part.up) == [whole.up[2], whole.up[0]]
     assert list(part.down) == [whole.down[2], whole.down[0]]
+
+
+def test_a_declared_line_stands_for_what_its_links_were_seen_to_carry() -> None:
+    network = make_network(["a", "b"], [link("a", "b", rate=1e6), link("b", "a", rate=2e6)], {"a": (5e6, 0.0)})
+    assert network.up.tolist() == [5e6, 2e6]
+    assert network.down.tolist() == [2e6, 1e6]
+    assert network.bytes_per_s("a", "b") == 1e6
+
+
+def test_part_of_a_network_keeps_lines_that_links_to_others_told() -> None:
+    network = make_network(["a", "b"], [link("a", "b", rate=1e6), link("b", "a", rate=2e6)])
+    alone = network.part([0])
+    assert (alone.places, alone.up.tolist(), alone.down.tolist()) == ({"a": 0}, [1e6], [2e6])

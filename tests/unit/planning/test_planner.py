@@ -305,3 +305,23 @@ def test_degenerate_pools_get_a_plan(size: int) -> None:
         for units in (1, 3):
             profile = even_model(units)
             check(plan_for(profile, nodes), profile, nodes)
+
+
+def test_a_node_alone_is_planned_on_the_line_that_its_links_tell() -> None:
+    profile = even_model(2, crossing=10 * KB)
+    slow = [link("a", "b", rate=1e5), link("b", "a", rate=1e5)]
+    alone = make_plan(profile, [node("a")], slow, job(), random.Random(0))
+    # 10 KB of data per micro-batch of 8 over 100 KB/s.
+    assert alone.samples_per_s == pytest.approx(80.0)
+    assert alone.clusters[0].bottleneck == "downlink of a"
+
+
+def test_a_model_that_costs_nothing_is_planned_for_many_nodes() -> None:
+    profile = model([unit(index, seconds=0.0, parameters=0, saved=0, crossing=0) for index in range(3)], input_bytes=0)
+    plan = make_plan(profile, [node(f"n{index}") for index in range(10)], [], job(), random.Random(0))
+    assert plan.samples_per_s > 0
+
+
+def test_unreliable_nodes_are_never_taken_for_small_ones() -> None:
+    nodes = [dataclasses.replace(node(f"n{index}", memory=12 * MB), reliability=1e-6) for index in range(5)]
+    assert make_plan(even_model(8), nodes, [], job(), random.Random(0)).clusters

@@ -46,8 +46,21 @@ def test_without_a_node_its_links_are_gone_too() -> None:
     assert set(rates(after)) == {("a", "c"), ("c", "a")}
 
 
-def test_a_node_alone_has_no_links() -> None:
-    assert pool("a", "b").alone("b") == PoolView(nodes=(node("b"),), links=())
+def test_a_node_alone_keeps_the_links_that_tell_what_its_line_carries() -> None:
+    alone = pool("a", "b", "c").alone("b")
+    assert alone.nodes == (node("b"),)
+    assert {(link.source, link.target) for link in alone.links} == {("a", "b"), ("b", "a"), ("b", "c"), ("c", "b")}
+
+
+def test_a_declared_line_counts_before_links_and_grows_with_them() -> None:
+    made = pool("a", "b")
+    made = dataclasses.replace(
+        made, nodes=tuple(dataclasses.replace(member, up_bytes_per_s=5e6, down_bytes_per_s=7e6) for member in made.nodes)
+    )
+    assert (made.up_bytes_per_s("a"), made.down_bytes_per_s("a")) == (5e6, 7e6)
+    assert made.with_faster_links_from("a", 2).up_bytes_per_s("a") == 1e7
+    assert made.with_faster_links_to("a", 2).down_bytes_per_s("a") == 1.4e7
+    assert made.with_faster_links_to("a", 2).down_bytes_per_s("b") == 7e6
 
 
 def test_twins_are_like_their_node_and_have_its_links_to_everybody_and_to_each_other() -> None:
