@@ -8,7 +8,7 @@ from typing import Any
 
 from roost.capture.arguments import Argument, DtypeName, MemoryFormatName, ValueRef
 from roost.capture.graph import FORMAT_VERSION, MAX_DEPTH, Graph, GraphNode
-from roost.errors import GraphFormatError
+from roost.errors import GraphFormatError, InvalidConfigError
 from roost.types import TensorKind, TensorRecord
 
 MAX_GRAPH_BYTES = 64 << 20
@@ -118,13 +118,12 @@ def _tensor_from_json(raw: Any) -> TensorRecord:
     kind = kinds.get(_string(fields[3], "tensor kind"))
     if kind is None:
         raise GraphFormatError(f"a tensor's kind must be one of {sorted(kinds)}")
-    return TensorRecord(
-        name=_string(fields[0], "tensor name"),
-        dtype=_string(fields[1], "tensor dtype"),
-        shape=tuple(_integer(size, "tensor size") for size in _list(fields[2], "tensor shape")),
-        kind=kind,
-        trainable=fields[4],
-    )
+    name, dtype = _string(fields[0], "tensor name"), _string(fields[1], "tensor dtype")
+    shape = tuple(_integer(size, "tensor size") for size in _list(fields[2], "tensor shape"))
+    try:
+        return TensorRecord(name=name, dtype=dtype, shape=shape, kind=kind, trainable=fields[4])
+    except InvalidConfigError as error:
+        raise GraphFormatError(error.message) from error
 
 
 def _node_from_json(raw: Any) -> GraphNode:

@@ -31,11 +31,13 @@ MAX_FILE_BYTES = 1 << 18
 MAX_DEPTH = 8
 MAX_VALUES = 65_536
 """Values and brackets of a file: more than the largest pool and all its links need."""
+MAX_LETTERS = 16_384
+"""Letters of one value."""
 MAX_NODES = 1024
 MAX_LINKS = 2000
 """Entries of links."""
 MAX_PAIRS = 2_000_000
-"""Pairs of nodes that all entries of links stand for."""
+"""Ordered pairs of nodes that all entries of links stand for."""
 DEFAULT_MBIT = 1000.0
 """Up and down, of a node that says nothing: a wired home network."""
 DEFAULT_LATENCY_MS = 0.1
@@ -196,7 +198,7 @@ def _load(data: bytes, wrong: Any) -> Any:
 
 
 def _refuse_tricks(data: bytes, wrong: Any) -> None:
-    """Raise an error for too many values, aliases (few bytes that stand for many), deep nesting, and several documents."""
+    """Raise an error for too many or too long values, aliases (few bytes that stand for many), deep nesting, and several documents."""
     depth = documents = 0
     for count, event in enumerate(yaml.parse(data, Loader=LOADER)):
         line = event.start_mark.line + 1
@@ -204,6 +206,8 @@ def _refuse_tricks(data: bytes, wrong: Any) -> None:
             raise wrong(f"line {line}: the file has more than {MAX_VALUES} values")
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             raise wrong(f"line {line}: anchors and aliases (& and *) are not taken")
+        if isinstance(event, yaml.ScalarEvent) and len(event.value) > MAX_LETTERS:
+            raise wrong(f"line {line}: a value has more than {MAX_LETTERS} letters")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         documents += isinstance(event, yaml.DocumentStartEvent)
         if depth > MAX_DEPTH:
@@ -390,9 +394,9 @@ def _all_links(file: _Entry, groups: Mapping[str, list[str]]) -> dict[tuple[str,
     if len(entries) > MAX_LINKS:
         raise file.error(f"{len(entries)} entries of links are too many: at most {MAX_LINKS}")
     parsed = [_link_entry(entry, groups) for entry in entries]
-    pairs = sum(len(groups[one]) * len(groups[other]) for one, other, _ in parsed)
+    pairs = sum(len(groups[one]) * len(groups[other]) * (1 if one == other else 2) for one, other, _ in parsed)
     if pairs > MAX_PAIRS:
-        raise file.error(f"the entries of links stand for {pairs} pairs of nodes: at most {MAX_PAIRS}")
+        raise file.error(f"the entries of links stand for {pairs} pairs of nodes, counting both ways: at most {MAX_PAIRS}")
     links: dict[tuple[str, str], ImaginedLink] = {}
     for one, other, link in parsed:
         for here in groups[one]:

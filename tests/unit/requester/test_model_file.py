@@ -64,7 +64,7 @@ def changed(**fields: object) -> str:
         (changed(name=7), "ModelFile.profile.name: '7' is not a valid str"),
         (changed(micro_batch_size=0), "micro-batch size 0"),
         (changed(reference_flop_per_s=float("nan")), "'nan' is not a valid float"),
-        (changed(units=[]), "has no units"),
+        (changed(units=[]), "has 0 units"),
         (changed(extra=1), "expected exactly the fields"),
         ('{"units": []}', "expected exactly the fields"),
         ("[" * 100_000, "is not a model's profile"),

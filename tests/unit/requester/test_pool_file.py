@@ -255,8 +255,9 @@ def test_files_that_stand_for_too_much_are_refused_at_once(tmp_path: Path) -> No
     try:
         for text, reason in (
             (f"nodes: [{many}]", "2048 nodes are too many: at most 1024"),
-            (whole, "the entries of links stand for 3145728 pairs of nodes: at most 2000000"),
+            (whole, "the entries of links stand for 3145728 pairs of nodes, counting both ways: at most 2000000"),
             (single, "2001 entries of links are too many: at most 2000"),
+            ("nodes: [{memory: 1" + ":59" * 80_000 + "}]", "line 1: a value has more than 16384 letters"),
             (values, "line 1: the file has more than 65536 values"),
         ):
             with pytest.raises(InvalidConfigError, match=reason):
