@@ -28,11 +28,11 @@ CUT_ANYWHERE, CUT_UNITS = 60, 96
 SHORTAGE_PRECISION = 5e-3
 """How exactly a shortage of memory is searched for, relative to it."""
 SMALL_BUDGET = 6_000_000_000
-LARGE_BUDGET = 60_000_000
-LARGE_BUDGET_PER_NODE = 800_000
+LARGE_BUDGET = 40_000_000
+LARGE_BUDGET_PER_NODE = 300_000
 FEW_CLUSTERS = 4
 """With at least as many clusters, a single one is not tried: averaging takes at most half of every line from them."""
-FINAL_BUDGET = 15_000_000
+FINAL_BUDGET = 8_000_000
 """Work on the best orders of the chosen clusters of a large pool."""
 LARGE_PRECISION = 1e-5
 """Relative precision of the periods of a large pool's clusters."""
