@@ -336,27 +336,21 @@ def _update_times(captured: Captured, programs: Sequence[StageProgram], make_opt
         [Parameter(captured.tensors[record.name].detach().clone()) for record in program.tensors if record.trainable]
         for program in programs
     ]
-    return [_StepTimer(unit, make_optimizer).seconds() if unit else 0.0 for unit in owned]
+    return [_step_seconds(unit, make_optimizer) if unit else 0.0 for unit in owned]
 
 
-class _StepTimer:
-    """Times the optimizer's step on some parameters."""
-
-    def __init__(self, parameters: list[Parameter], make_optimizer: MakeOptimizer) -> None:
-        self._parameters = parameters
-        self._optimizer = make_optimizer(parameters)
-
-    def seconds(self) -> float:
-        """Return the median over a few steps, after one that makes the state."""
-        times = []
-        for _ in range(1 + UPDATE_STEPS):
-            for parameter in self._parameters:
-                parameter.grad = torch.full_like(parameter, UPDATE_GRADIENT)
-            begin = time.thread_time()
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
-            times.append(time.thread_time() - begin)
-        return statistics.median(times[1:])
+def _step_seconds(parameters: list[Parameter], make_optimizer: MakeOptimizer) -> float:
+    """Return the seconds of the optimizer's step on some parameters: the median over a few, after one that makes the state."""
+    optimizer = make_optimizer(parameters)
+    times = []
+    for _ in range(1 + UPDATE_STEPS):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, UPDATE_GRADIENT)
+        begin = time.thread_time()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        times.append(time.thread_time() - begin)
+    return statistics.median(times[1:])
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from roost.config import JobConfig, PlanningConfig, format_bytes
 from roost.errors import PlanningError
 from roost.planning.planner import Planner
 from roost.planning.variations import PoolView
-from roost.planning.writing import write_plan
 from roost.types import ClusterPlan, LinkProfile, ModelProfile, NodeProfile, Plan, StagePlan
 
 MOST_SINGLES = 64
@@ -149,11 +148,9 @@ class Replanner:
         # Not make_plan: saying by how much a pool is too small takes longer than finding that it is.
         try:
             planner = Planner.of(self.profile, pool.nodes, pool.links, config or self.config, self.options)
-            planner.check()
+            return planner.plan(copy.deepcopy(self.rng))
         except PlanningError:
             return None
-        found = planner.search(copy.deepcopy(self.rng))
-        return None if found is None else write_plan(self.profile, planner.fine, planner.exact_cuts(found))
 
 
 def single_nodes(planner: Replanner, pool: PoolView) -> tuple[SingleNode, ...]:

@@ -54,11 +54,10 @@ def make_plan(
     if the nodes together are too small.
     """
     planner = Planner.of(profile, nodes, links, config, options or PlanningConfig())
-    planner.check()
-    found = planner.search(rng)
-    if found is None:
+    plan = planner.plan(rng)
+    if plan is None:
         raise planner.too_small()
-    return write_plan(profile, planner.fine, planner.exact_cuts(found))
+    return plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -117,6 +116,12 @@ class Planner:
         return Bounds(least=self.config.min_clusters, most=self.config.max_clusters, slowest=slowest)
 
     # ------------------------------------------------------------ searching
+
+    def plan(self, rng: random.Random) -> Plan | None:
+        """Return the best plan found, None if the nodes together are too small. Raises what `check` does."""
+        self.check()
+        found = self.search(rng)
+        return None if found is None else write_plan(self.profile, self.fine, self.exact_cuts(found))
 
     def search(self, rng: random.Random) -> list[tuple[int, ...]] | None:
         """Return the orders of the clusters of the best plan found; None if none respects memory and bounds."""

@@ -36,5 +36,5 @@ def _cpu_s(cutter: StageCutter, cut: ClusterCut, k: int, node: NodeProfile) -> f
     first, last = cut.cuts[k], cut.cuts[k + 1]
     sent, received, _ = cutter.maker.line_bytes(first, last, 1)
     wire = (sent + received) * node.wire_s_per_byte
-    computing = cut.compute_s[k] - messages_of(first, last, cutter.costs.units) * node.message_s - wire
+    computing = cut.compute_s[k] - float(messages_of(first, last, cutter.costs.units)) * node.message_s - wire
     return computing * node.relative_speed * node.threads + MESSAGES_OF_CPU * node.message_s + wire

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 
 from roost.config import JobConfig, PlanningConfig
 from roost.planning.cost import Floats, UnitCosts
@@ -129,8 +130,7 @@ class TableMaker:
         copied = costs.trainable_bytes[None, :] - costs.trainable_bytes[:, None]
         copied = np.where(np.arange(costs.units + 1)[None, :] < costs.units, copied * (COPY_PASSES / m), 0.0)
         units = np.arange(costs.units + 1)
-        neighbours = (units > 0).astype(np.float64)[:, None] + (units < costs.units).astype(np.float64)[None, :]
-        messages = MESSAGES_PER_NEIGHBOUR * neighbours + MESSAGES_PER_MICRO_BATCH
+        messages = messages_of(units[:, None], units[None, :], costs.units)
         wired = self.sent_bytes() + self.received_bytes()
 
         def each(values: Sequence[float]) -> Floats:
@@ -142,9 +142,10 @@ class TableMaker:
         return np.asarray(compute + wired * each([node.wire_s_per_byte for node in nodes]), dtype=np.float64)
 
 
-def messages_of(first: int, last: int, units: int) -> int:
-    """Return the messages per micro-batch of the stage first .. last-1 of a model with `units` units."""
-    return MESSAGES_PER_NEIGHBOUR * ((first > 0) + (last < units)) + MESSAGES_PER_MICRO_BATCH
+def messages_of(first: npt.ArrayLike, last: npt.ArrayLike, units: int) -> Floats:
+    """Return the messages per micro-batch of stages first .. last-1 of a model with `units` units."""
+    neighbours = np.add(np.asarray(first) > 0, np.asarray(last) < units, dtype=np.float64)
+    return np.asarray(MESSAGES_PER_NEIGHBOUR * neighbours + MESSAGES_PER_MICRO_BATCH, dtype=np.float64)
 
 
 def shared_line(piped: Floats, averaged: Floats, bytes_per_s: Floats) -> Floats:
