@@ -1,28 +1,32 @@
-"""Compares a captured graph with the eager model it came from: loss, gradients, evaluation, and a smaller batch."""
+"""Compares a captured graph with the eager model it came from, and cut graphs with the whole one, before anything is trained."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from roost.capture.cut import cut
 from roost.capture.export import Captured
-from roost.capture.program import StageProgram
-from roost.capture.tracing import Loss
+from roost.capture.rehearsal import Rehearsal
+from roost.capture.tracing import CallLayout, Loss
 from roost.errors import CaptureMismatchError
 
 logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-4
 """Largest relative difference that counts as the same computation; capture itself adds none on the same machine."""
+ROUNDINGS = 8
+"""For parameters of low precision: a difference of so many of their dtype's rounding steps counts as the same, if that is more."""
 
 _NEGLIGIBLE = 1e-6
 """Gradients this much smaller than the largest of all are compared with that scale: they are rounding errors of zero."""
+_RATE = 1e-2
+"""Learning rate of the step between the two that are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,53 @@ class CheckReport:
     """The parameter it belongs to; empty if all gradients are equal."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CutReport:
+    """How close a cut graph is to the whole one, over two steps."""
+
+    cuts: tuple[int, ...]
+    same_loss: bool
+    """True if both losses are equal bit by bit."""
+    max_relative_error: float
+    """Largest over the gradients of both steps and the buffers after them."""
+    worst_tensor: str
+    """The parameter or buffer it belongs to; empty if all are equal."""
+
+    @property
+    def stages(self) -> int:
+        """How many stages the cuts make."""
+        return len(self.cuts) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Eager:
+    """The user's model and loss as they are called without Roost."""
+
+    model: nn.Module
+    loss: Loss
+    layout: CallLayout
+
+    def set_training(self, training: bool) -> None:
+        self.model.train(training)
+        if isinstance(self.loss, nn.Module):
+            self.loss.train(training)
+
+    def loss_of(self, data: Sequence[Tensor], seed: int) -> Tensor:
+        device = next((item.device for item in self.model.parameters()), torch.device("cpu"))
+        copies = [_copy(item, device) for item in data]
+        torch.manual_seed(seed)
+        output: Any = self.layout.call(self.model, copies)
+        return self.loss(output, *self.layout.labels(copies))
+
+    def step(self, data: Sequence[Tensor], seed: int) -> tuple[Tensor, dict[str, Tensor | None]]:
+        """Return the loss and the gradient of every trainable parameter; buffers change."""
+        self.set_training(True)
+        parameters = {name: item for name, item in self.model.named_parameters() if item.requires_grad}
+        value = self.loss_of(data, seed)
+        found = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+        return value.detach().cpu(), {name: None if item is None else item.cpu() for name, item in zip(parameters, found, strict=True)}
+
+
 def check_against_eager(
     model: nn.Module,
     loss: Loss,
@@ -44,43 +95,117 @@ def check_against_eager(
     inputs: tuple[Tensor, ...],
     labels: tuple[Tensor, ...],
     *,
+    layout: CallLayout | None = None,
     seed: int,
 ) -> CheckReport:
     """Return how the graph's loss and gradients on one batch compare with the eager model's, both drawing random numbers from `seed`.
 
-    Raises CaptureMismatchError, naming the worst parameter, if a gradient or the loss differs by more than TOLERANCE, and
-    if evaluation or a batch with one sample less gives another loss. The model is left as it was.
+    `layout` is the one the graph was captured with. Raises CaptureMismatchError, naming the worst parameter and the likely reason,
+    if a gradient, a buffer or the loss differs by more than TOLERANCE, and if evaluation or a batch with one sample less gives
+    another loss. The model is left as it was.
     """
-    program = cut(captured.graph, [0, len(captured.graph.nodes)])[0]
+    eager = _Eager(model=model, loss=loss, layout=CallLayout(positional=len(inputs)) if layout is None else layout)
+    data = (*inputs, *labels)
     with _kept_state(model, loss), torch.random.fork_rng(devices=[]), torch.enable_grad():
-        eager_loss, eager = _eager_training(model, loss, inputs, labels, seed)
-        graph_loss, found = _graph_training(program, captured, (*inputs, *labels), seed)
-        error, worst = _worst_gradient(eager, found)
+        eager_loss, theirs = eager.step(data, seed)
+        buffers = {name: item.detach().cpu().clone() for name, item in model.named_buffers()}
+        whole = Rehearsal(captured)
+        graph_loss = whole.step(data, seed)
+        gradients = whole.gradients()
+        error, worst = _worst(theirs, {name: gradients.get(name) for name in theirs.keys() | gradients.keys()})
         report = CheckReport(same_loss=torch.equal(eager_loss, graph_loss), max_relative_gradient_error=error, worst_parameter=worst)
         logger.info("capture_checked same_loss=%s gradient_error=%.3g parameter=%s", report.same_loss, error, worst)
-        if error > TOLERANCE:
-            raise CaptureMismatchError(f"the gradient of parameter {worst!r} differs from the eager model's by {error:.2g} (relative)")
-        _require_close(graph_loss, eager_loss, "in training", "Look for random numbers that do not come from torch.")
-        _check_evaluation(model, loss, program, captured, inputs, labels, seed)
+        if error > tolerance(captured, worst):
+            reason = _reason(eager, captured, data, seed, eager_loss, theirs.get(worst), gradients.get(worst))
+            raise CaptureMismatchError(
+                f"the gradient of parameter {worst!r} differs from the eager model's by {error:.2g} (relative)", hint=reason
+            )
+        _require_close(graph_loss, eager_loss, "in training", _unrepeatable(eager, captured, data, seed, eager_loss) or _OTHER_RANDOM)
+        _check_buffers(captured, whole, buffers)
+        _check_evaluation(eager, captured, data, seed)
     return report
 
 
-def _eager_training(
-    model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...], seed: int
-) -> tuple[Tensor, dict[str, Tensor | None]]:
-    parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
-    model.train()
-    if isinstance(loss, nn.Module):
-        loss.train()
-    value = _eager_loss(model, loss, inputs, labels, seed)
-    gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-    return value.detach().cpu(), {name: None if item is None else item.cpu() for name, item in zip(parameters, gradients, strict=True)}
+def check_cuts(captured: Captured, cuts: Sequence[int], data: Sequence[Tensor], *, seed: int) -> CutReport:
+    """Return how two training steps in stages compare with the same two of the whole graph.
+
+    `cuts` are legal positions inside the graph; `data` one batch. Random numbers are drawn from `seed` and the seed after it; the
+    global generator is put back.
+    """
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        whole, staged = Rehearsal(captured), Rehearsal(captured, cuts)
+        same, error, worst = True, 0.0, ""
+        for step in (seed, seed + 1):
+            same = torch.equal(whole.step(data, step), staged.step(data, step)) and same
+            found = _worst(whole.gradients(), staged.gradients())
+            error, worst = max((error, worst), found)
+            whole.descend(_RATE)
+            staged.descend(_RATE)
+        found = _worst(_buffers(whole), _buffers(staged))
+        error, worst = max((error, worst), found)
+    return CutReport(cuts=tuple(cuts), same_loss=same, max_relative_error=error, worst_tensor=worst)
 
 
-def _eager_loss(model: nn.Module, loss: Loss, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...], seed: int) -> Tensor:
-    device = next((item.device for item in model.parameters()), torch.device("cpu"))
-    torch.manual_seed(seed)
-    return loss(model(*(_copy(item, device) for item in inputs)), *(_copy(item, device) for item in labels))
+def even_cuts(captured: Captured, legal: Sequence[int], stages: int) -> tuple[int, ...]:
+    """Return the legal cuts that divide the graph's operations into about `stages` equal parts; fewer if there are not so many."""
+    total = len(captured.graph.nodes)
+    wanted = (total * index // stages for index in range(1, stages))
+    return tuple(sorted({min(legal, key=lambda position: abs(position - goal)) for goal in wanted})) if legal else ()
+
+
+def tolerance(captured: Captured, name: str) -> float:
+    """Return the largest relative difference that counts as the same for the tensor `name`."""
+    dtype = captured.tensors[name].dtype if name in captured.tensors else torch.float32
+    return max(TOLERANCE, ROUNDINGS * torch.finfo(dtype).eps) if dtype.is_floating_point else TOLERANCE
+
+
+_OTHER_RANDOM = "Look for random numbers that do not come from torch, and for state kept between calls in plain attributes."
+
+
+def _reason(
+    eager: _Eager,
+    captured: Captured,
+    data: Sequence[Tensor],
+    seed: int,
+    eager_loss: Tensor,
+    theirs: Tensor | None,
+    ours: Tensor | None,
+) -> str:
+    """Return the likeliest reason for a wrong gradient."""
+    repeated = _unrepeatable(eager, captured, data, seed, eager_loss)
+    if repeated:
+        return repeated
+    if ours is None and theirs is not None:
+        return "The graph has no path from the loss to it: look for .data, .detach(), no_grad or a custom backward between the two."
+    if theirs is None and ours is not None:
+        return "The eager model gives it no gradient: look for a backward hook or a custom function that stops it."
+    return "The loss is right and its gradient is not: look for hooks (register_hook), custom backwards, or weights changed in place."
+
+
+def _unrepeatable(eager: _Eager, captured: Captured, data: Sequence[Tensor], seed: int, first: Tensor) -> str:
+    """Return what to tell about a model whose eager loss is another one each time; empty for any other."""
+    _load(eager.model, captured)
+    again, _ = eager.step(data, seed)
+    if torch.equal(again, first) or (bool(again.isnan()) and bool(first.isnan())):
+        return ""
+    return (
+        f"The eager model itself gives another loss when it runs twice with one seed ({float(first):.6g}, then {float(again):.6g}): "
+        "it draws random numbers that do not come from torch (numpy.random, random), or keeps state between calls."
+    )
+
+
+def _check_buffers(captured: Captured, whole: Rehearsal, eager: Mapping[str, Tensor]) -> None:
+    ours = {name: item.detach() for name, item in _buffers(whole).items() if item is not None and name in eager}
+    error, worst = _worst({name: eager[name] for name in ours}, ours)
+    if error > tolerance(captured, worst):
+        raise CaptureMismatchError(
+            f"after one step the buffer {worst!r} differs from the eager model's by {error:.2g} (relative)",
+            hint="Change buffers in place (buffer.add_(...), buffer.copy_(...)); one that is assigned anew in forward is not seen.",
+        )
+
+
+def _buffers(rehearsal: Rehearsal) -> dict[str, Tensor | None]:
+    return {name: item.detach() for name, item in rehearsal.tensors.items() if not item.requires_grad}
 
 
 def _copy(data: Tensor, device: torch.device) -> Tensor:
@@ -88,31 +213,8 @@ def _copy(data: Tensor, device: torch.device) -> Tensor:
     return data.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 
-def _graph_training(
-    program: StageProgram, captured: Captured, data: tuple[Tensor, ...], seed: int
-) -> tuple[Tensor, dict[str, Tensor | None]]:
-    trainable = [record.name for record in captured.graph.tensors if record.trainable]
-    tensors = _copies(program, captured)
-    for name in trainable:
-        tensors[name].requires_grad_()
-    torch.manual_seed(seed)
-    value = _graph_loss(program, tensors, data, training=True)
-    gradients = torch.autograd.grad(value, [tensors[name] for name in trainable], allow_unused=True)
-    return value.detach(), dict(zip(trainable, gradients, strict=True))
-
-
-def _copies(program: StageProgram, captured: Captured) -> dict[str, Tensor]:
-    return {record.name: captured.tensors[record.name].clone() for record in program.tensors}
-
-
-def _graph_loss(program: StageProgram, tensors: Mapping[str, Tensor], data: tuple[Tensor, ...], *, training: bool) -> Tensor:
-    assert program.loss_value is not None
-    values = {number: _copy(item, torch.device("cpu")) for number, item in enumerate(data)}
-    return program.run(values, tensors, training=training)[program.loss_value]
-
-
-def _worst_gradient(eager: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> tuple[float, str]:
-    """Return the largest relative error over all parameters, and the parameter; a missing gradient is zero."""
+def _worst(eager: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> tuple[float, str]:
+    """Return the largest relative error over all tensors, and the tensor; a missing one is zero."""
     largest = max((float(item.abs().max()) for item in eager.values() if item is not None and item.numel()), default=0.0)
     worst, name_of_worst = 0.0, ""
     for name in eager.keys() | found.keys():
@@ -129,35 +231,27 @@ def _worst_gradient(eager: Mapping[str, Tensor | None], found: Mapping[str, Tens
 def _relative_error(ours: Tensor, theirs: Tensor, floor: float) -> float:
     if torch.equal(ours, theirs) or theirs.numel() == 0 or torch.allclose(ours, theirs, rtol=0, atol=0, equal_nan=True):
         return 0.0
-    difference = float((ours - theirs).abs().max())
+    if not theirs.is_floating_point():
+        return float("inf")
+    difference = float((ours.double() - theirs.double()).abs().max())
     scale = max(float(theirs.abs().max()), floor)
     ratio = difference / scale if scale > 0 else float("inf")
     return ratio if ratio == ratio else float("inf")
 
 
-def _check_evaluation(
-    model: nn.Module,
-    loss: Loss,
-    program: StageProgram,
-    captured: Captured,
-    inputs: tuple[Tensor, ...],
-    labels: tuple[Tensor, ...],
-    seed: int,
-) -> None:
+def _check_evaluation(eager: _Eager, captured: Captured, data: Sequence[Tensor], seed: int) -> None:
     """Compare the losses of model.eval() on the whole batch, and on all samples but the last."""
-    model.eval()
-    if isinstance(loss, nn.Module):
-        loss.eval()
-    samples = inputs[0].shape[0]
+    eager.set_training(False)
+    samples = data[0].shape[0]
     for count in sorted({samples, max(1, samples - 1)}, reverse=True):
-        some_inputs, some_labels = tuple(item[:count] for item in inputs), tuple(item[:count] for item in labels)
-        # The copies must be fresh: training has changed the buffers of model and graph alike, so both are put back.
-        with torch.no_grad(), _kept_state(model, loss):
-            _load(model, captured)
-            eager_loss = _eager_loss(model, loss, some_inputs, some_labels, seed).cpu()
+        some = tuple(item[:count] for item in data)
+        # The values must be fresh: training has changed the buffers of model and graph alike, so both are put back.
+        with torch.no_grad(), _kept_state(eager.model, eager.loss):
+            _load(eager.model, captured)
+            eager_loss = eager.loss_of(some, seed).cpu()
         torch.manual_seed(seed)
         try:
-            graph_loss = _graph_loss(program, _copies(program, captured), (*some_inputs, *some_labels), training=False)
+            graph_loss, _ = Rehearsal(captured).evaluate(some)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise CaptureMismatchError(
@@ -172,13 +266,14 @@ def _check_evaluation(
 
 def _load(model: nn.Module, captured: Captured) -> None:
     """Put the captured values of the buffers into the model."""
-    for name, buffer in model.named_buffers():
-        if name in captured.tensors:
-            buffer.copy_(captured.tensors[name])
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name in captured.tensors:
+                buffer.copy_(captured.tensors[name])
 
 
 def _require_close(ours: Tensor, theirs: Tensor, where: str, hint: str) -> None:
-    if _relative_error(ours, theirs, 0.0) > TOLERANCE:
+    if _relative_error(ours, theirs, 0.0) > max(TOLERANCE, ROUNDINGS * torch.finfo(theirs.dtype).eps):
         raise CaptureMismatchError(f"{where} the graph's loss is {float(ours):.6g}, the eager model's {float(theirs):.6g}", hint=hint)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from roost.capture.analysis import GraphAnalysis
 from roost.capture.arguments import DTYPE_NAMES
-from roost.capture.graph import Graph, check_tensor_name
+from roost.capture.graph import DataRecord, Graph, check_tensor_name
 from roost.capture.names import NamedTensors, name_tensors
-from roost.capture.tracing import Loss, Metric, TracedTraining, trace
+from roost.capture.tracing import MODEL_PART, CallLayout, Loss, Metric, TracedTraining, trace, traced_shapes
 from roost.capture.translation import Translation
 from roost.errors import GraphFormatError, NotCapturableError
 
@@ -23,7 +25,8 @@ class Captured:
 
     graph: Graph
     tensors: dict[str, Tensor]
-    """Copies of all parameters and buffers, on the CPU, by the model's own names (the first name of a tied one)."""
+    """All parameters and buffers by the model's own names (the first name of a tied one): copies on the CPU, or on meta if the
+    model's are."""
     aliases: dict[str, str]
     """Every further name of a tied tensor, with its first name."""
     extras: frozenset[str]
@@ -36,35 +39,93 @@ def capture(
     inputs: tuple[Tensor, ...],
     labels: tuple[Tensor, ...],
     *,
+    layout: CallLayout | None = None,
+    dynamic: Sequence[Collection[int]] | None = None,
     metric: Metric | None = None,
     name: str = "model",
 ) -> Captured:
     """Return `model` and `loss` as a graph that runs for any batch size, the model being left as it was.
 
-    `inputs` and `labels` are one batch of samples (first dimension: samples). `loss(output, *labels)` is the mean over the
-    samples of a scalar loss; `metric(output, *labels)` the mean of a number per sample. Raises NotCapturableError or
-    UnsupportedOpError, both naming the line of the user's code where there is one.
+    `inputs` and `labels` are one batch of samples (first dimension: samples). `layout` says which inputs the model takes by
+    which keyword (default: all by position). `dynamic` names for each of inputs and labels the further dimensions whose size
+    varies from batch to batch (default: none); `graph.data` tells which of them the model leaves free. `loss(output, *labels)`
+    is the mean over the samples of a scalar loss; `metric(output, *labels)` the mean of a number per sample. Raises
+    NotCapturableError or UnsupportedOpError, both naming the line of the user's code where there is one.
     """
+    layout = CallLayout(positional=len(inputs)) if layout is None else layout
+    if layout.inputs != len(inputs):
+        raise NotCapturableError(f"the layout has places for {layout.inputs} inputs, {len(inputs)} were given")
+    data = (*inputs, *labels)
     _check_arguments(loss, inputs, labels)
-    data = tuple(_as_traced(item) for item in (*inputs, *labels))
-    wrapped = TracedTraining(model, loss, metric, len(inputs))
-    exported = trace(wrapped, data)
+    varying = [frozenset()] * len(data) if dynamic is None else [frozenset(dimensions) - {0} for dimensions in dynamic]
+    data = tuple(_as_traced(item, dimensions) for item, dimensions in zip(data, varying, strict=True))
+    wrapped = TracedTraining(model, loss, metric, layout)
+    with _all_on_meta(wrapped) as on_meta:
+        exported = trace(wrapped, tuple(item.to("meta") for item in data) if on_meta else data, varying)
     named = name_tensors(wrapped, exported)
     translation = Translation(exported, named.canonical)
     try:
-        graph = translation.graph(name=name, inputs=len(inputs), labels=len(labels), records=named.records, has_metric=metric is not None)
+        graph = translation.graph(
+            name=name,
+            data=_data_records(exported, data, layout),
+            inputs=layout.inputs,
+            records=named.records,
+            has_metric=metric is not None,
+        )
         for tensor_name in named.tensors:
             check_tensor_name(tensor_name)
     except GraphFormatError as error:
         raise NotCapturableError(f"the graph of the model breaks the rules of the format: {error.message}") from error
     _check_trainable(graph, named)
-    copies = {tensor_name: tensor.detach().cpu().clone() for tensor_name, tensor in named.tensors.items()}
+    copies = {tensor_name: _copy(tensor.detach()) for tensor_name, tensor in named.tensors.items()}
     return Captured(graph=graph, tensors=copies, aliases=named.aliases, extras=named.extras)
 
 
-def _as_traced(data: Tensor) -> Tensor:
-    """Return the data contiguous, as nodes receive it, and doubled if it is one sample: torch.export writes sizes of 1 into the graph."""
-    return torch.cat([data, data]) if data.shape[0] == 1 else data.contiguous()
+@contextmanager
+def _all_on_meta(wrapped: nn.Module) -> Iterator[bool]:
+    """Yield True if a parameter is on meta; the buffers are there too then, as long as the block lasts.
+
+    torch.export wants all tensors on one device, and a model built without weights still has the values of its buffers.
+    """
+    if not any(parameter.is_meta for parameter in wrapped.parameters()):
+        yield False
+        return
+    real = next((name for name, parameter in wrapped.named_parameters() if not parameter.is_meta), None)
+    if real is not None:
+        raise NotCapturableError(
+            f"parameter {real.removeprefix(MODEL_PART + '.')!r} has values and others are on meta",
+            hint="Build the whole model and its loss inside 'with roost.deferred_init():', or none of it.",
+        )
+    buffers = [(part, name, item) for part in wrapped.modules() for name, item in part._buffers.items() if item is not None]
+    on_meta = {id(item): item.to("meta") for _, _, item in buffers}
+    try:
+        for part, name, item in buffers:
+            part._buffers[name] = on_meta[id(item)]
+        yield True
+    finally:
+        for part, name, item in buffers:
+            part._buffers[name] = item
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else tensor.cpu().clone()
+
+
+def _as_traced(data: Tensor, varying: frozenset[int]) -> Tensor:
+    """Return the data contiguous, as nodes receive it, and doubled where it is one sample or a varying dimension is one long:
+    torch.export writes sizes of 1 into the graph."""
+    for dimension in (0, *sorted(varying)):
+        if data.shape[dimension] == 1:
+            data = torch.cat([data, data], dim=dimension)
+    return data.contiguous()
+
+
+def _data_records(exported: ExportedProgram, data: Sequence[Tensor], layout: CallLayout) -> tuple[DataRecord, ...]:
+    names = layout.names([f"label_{index}" for index in range(len(data) - layout.inputs)])
+    shapes = traced_shapes(exported)
+    return tuple(
+        DataRecord(name=name, dtype=DTYPE_NAMES[item.dtype], shape=shape) for name, item, shape in zip(names, data, shapes, strict=True)
+    )
 
 
 def _check_arguments(loss: Loss, inputs: Sequence[Tensor], labels: Sequence[Tensor]) -> None:
@@ -75,6 +136,8 @@ def _check_arguments(loss: Loss, inputs: Sequence[Tensor], labels: Sequence[Tens
             raise NotCapturableError(f"data input {index} has dtype {item.dtype}; use one of {sorted(DTYPE_NAMES.values())}")
         if item.dim() == 0:
             raise NotCapturableError(f"data input {index} has no dimension for the samples")
+    if any(item.shape[0] != inputs[0].shape[0] for item in (*inputs, *labels)):
+        raise NotCapturableError(f"the data inputs have different numbers of samples: {[item.shape[0] for item in (*inputs, *labels)]}")
     reduction = getattr(loss, "reduction", "mean")
     if reduction not in ("mean", "batchmean"):
         raise NotCapturableError(

@@ -16,9 +16,9 @@ import torch
 from roost.capture.arguments import DTYPES, Argument, DtypeName, MemoryFormatName, ValueRef, references
 from roost.capture.signatures import MAX_LIST, MAX_OUTPUTS, ValueKind, check_call, result_kind, signature_of
 from roost.errors import GraphFormatError, InvalidConfigError
-from roost.types import TensorKind, TensorRecord
+from roost.types import TensorKind, TensorRecord, TensorSpec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAX_NODES = 200_000
 MAX_VALUES = 1_000_000
 MAX_INPUTS = 1024
@@ -54,16 +54,27 @@ class GraphNode:
         return tuple(number for item in (*self.args, *(value for _, value in self.kwargs)) for number in references(item))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataRecord:
+    """What one data input of a graph looks like in every batch."""
+
+    name: str
+    """The keyword the model takes it by, or 'input_0', 'label_0' and so on; for people to read."""
+    dtype: str
+    shape: tuple[int | None, ...]
+    """None for a dimension that varies from batch to batch; the first is the samples and always varies."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Graph:
     """A model with its loss and metric. Raises GraphFormatError on construction if anything is malformed."""
 
     name: str
     torch_version: str
+    data: tuple[DataRecord, ...]
+    """The data inputs: values 0 .. len(data) - 1. First those of the model, then the labels, which the loss and the metric get."""
     inputs: int
-    """Data inputs of the model; values 0 .. inputs - 1."""
-    labels: int
-    """Data inputs that the loss and the metric get; values inputs .. inputs + labels - 1."""
+    """How many of them are inputs of the model."""
     tensors: tuple[TensorRecord, ...]
     """Parameters and buffers, in the order of first use; they are the next values."""
     nodes: tuple[GraphNode, ...]
@@ -74,6 +85,7 @@ class Graph:
 
     def __post_init__(self) -> None:
         _check_header(self)
+        _check_data(self)
         _check_tensors(self.tensors)
         _check_nodes(self)
         for what, value in (("loss", self.loss), ("metric", self.metric)):
@@ -82,8 +94,13 @@ class Graph:
 
     @property
     def data_inputs(self) -> int:
-        """Model inputs and labels."""
-        return self.inputs + self.labels
+        """How many data inputs there are: model inputs and labels."""
+        return len(self.data)
+
+    @property
+    def labels(self) -> int:
+        """How many of the data inputs are labels."""
+        return len(self.data) - self.inputs
 
     @property
     def first_result(self) -> int:
@@ -125,9 +142,24 @@ def _check_header(graph: Graph) -> None:
         here = running_torch_version()
         raise GraphFormatError(f"graph {graph.name!r} was captured with torch {graph.torch_version[:40]!r}, this machine has {here}")
     if graph.inputs < 1 or graph.labels < 0 or graph.data_inputs > MAX_INPUTS:
-        raise GraphFormatError(f"graph {graph.name!r}: {graph.inputs} inputs and {graph.labels} labels; at most {MAX_INPUTS} together")
+        counts = f"{graph.inputs} model inputs of {graph.data_inputs} data inputs"
+        raise GraphFormatError(f"graph {graph.name!r}: {counts}; at least one, at most {MAX_INPUTS} together")
     if not 0 < len(graph.nodes) <= MAX_NODES:
         raise GraphFormatError(f"graph {graph.name!r}: {len(graph.nodes)} nodes, 1 to {MAX_NODES} are allowed")
+
+
+def _check_data(graph: Graph) -> None:
+    names: set[str] = set()
+    for record in graph.data:
+        if not 0 < len(record.name) <= MAX_LABEL or not record.name.isprintable() or record.name in names:
+            raise GraphFormatError(f"data input {record.name[:80]!r}: names must be different and 1 to {MAX_LABEL} printable characters")
+        names.add(record.name)
+        if not record.shape or record.shape[0] is not None:
+            raise GraphFormatError(f"data input {record.name!r}: the first dimension is the samples, whose number varies")
+        try:
+            TensorSpec(name=record.name, dtype=record.dtype, shape=tuple(1 if size is None else size for size in record.shape))
+        except InvalidConfigError as error:
+            raise GraphFormatError(error.message) from error
 
 
 def check_tensor_name(name: str) -> None:

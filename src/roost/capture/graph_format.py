@@ -7,13 +7,13 @@ import math
 from typing import Any
 
 from roost.capture.arguments import Argument, DtypeName, MemoryFormatName, ValueRef
-from roost.capture.graph import FORMAT_VERSION, MAX_DEPTH, Graph, GraphNode
+from roost.capture.graph import FORMAT_VERSION, MAX_DEPTH, DataRecord, Graph, GraphNode
 from roost.errors import GraphFormatError, InvalidConfigError
 from roost.types import TensorKind, TensorRecord
 
 MAX_GRAPH_BYTES = 64 << 20
 
-_GRAPH_FIELDS = frozenset({"format", "torch", "name", "inputs", "labels", "tensors", "nodes", "loss", "metric"})
+_GRAPH_FIELDS = frozenset({"format", "torch", "name", "data", "inputs", "tensors", "nodes", "loss", "metric"})
 
 
 def to_bytes(graph: Graph) -> bytes:
@@ -22,8 +22,8 @@ def to_bytes(graph: Graph) -> bytes:
         "format": FORMAT_VERSION,
         "torch": graph.torch_version,
         "name": graph.name,
+        "data": [[item.name, item.dtype, list(item.shape)] for item in graph.data],
         "inputs": graph.inputs,
-        "labels": graph.labels,
         "tensors": [[item.name, item.dtype, list(item.shape), item.kind.value, item.trainable] for item in graph.tensors],
         "nodes": [
             [
@@ -58,8 +58,8 @@ def from_bytes(data: bytes) -> Graph:
     return Graph(
         name=_string(raw["name"], "name"),
         torch_version=_string(raw["torch"], "torch"),
+        data=tuple(_data_from_json(item) for item in _list(raw["data"], "data")),
         inputs=_integer(raw["inputs"], "inputs"),
-        labels=_integer(raw["labels"], "labels"),
         tensors=tuple(_tensor_from_json(item) for item in _list(raw["tensors"], "tensors")),
         nodes=tuple(_node_from_json(item) for item in _list(raw["nodes"], "nodes")),
         loss=_integer(raw["loss"], "loss"),
@@ -108,6 +108,15 @@ def _tagged_from_json(raw: dict[str, Any]) -> Argument:
     if tag == "infinity" and type(content) is int and content in (1, -1):
         return math.inf * content
     raise GraphFormatError(f"unknown tagged argument {tag[:40]!r}")
+
+
+def _data_from_json(raw: Any) -> DataRecord:
+    fields = _list(raw, "data input")
+    if len(fields) != 3:
+        raise GraphFormatError("a data input must be [name, dtype, shape]")
+    sizes = _list(fields[2], "shape of a data input")
+    shape = tuple(None if size is None else _integer(size, "size of a data input") for size in sizes)
+    return DataRecord(name=_string(fields[0], "name of a data input"), dtype=_string(fields[1], "dtype of a data input"), shape=shape)
 
 
 def _tensor_from_json(raw: Any) -> TensorRecord:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -31,6 +31,8 @@ MIN_REPEATS = 3
 SPLIT_STAGES = 4
 """Stages that the model is cut in to see what a stage costs beside its units."""
 UPDATE_STEPS = 3
+UPDATE_PASSES = 5
+"""Tensors of a parameter's size that an update touches: parameter, gradient, new parameter, and two of an optimizer such as AdamW."""
 UPDATE_GRADIENT = 1e-3
 CACHE_BYTES = 64 << 20
 """Written before each pass: in training, other work has been in the caches since a stage last had its turn."""
@@ -103,6 +105,44 @@ def profile(
         input_bytes=sum(item.numel() * item.element_size() for item in data),
         stage_s=extra[_FORWARD] + extra[_BACKWARD],
         stage_update_s=extra[_UPDATE],
+    )
+
+
+def estimate(
+    captured: Captured,
+    inputs: tuple[Tensor, ...],
+    labels: tuple[Tensor, ...],
+    *,
+    reference_flop_per_s: float,
+    bytes_per_s: float,
+) -> ModelProfile:
+    """Return the costs of `captured` for a micro-batch like `inputs` and `labels` without running it: for models too large to run here.
+
+    Operations and bytes are counted on meta tensors, which takes no memory. A forward takes what its products and convolutions
+    cost at `reference_flop_per_s` and, if that is longer, what reading and writing its values costs at `bytes_per_s`; a backward
+    takes twice that; an update touches UPDATE_PASSES tensors of the parameters' size.
+    """
+    graph = captured.graph
+    data = tuple(item.to("meta") for item in (*inputs, *labels))
+    on_meta = replace(captured, tensors={name: item.to("meta") for name, item in captured.tensors.items()})
+    programs = cut(graph, [0, *choose_cuts(graph), len(graph.nodes)])
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        counts, sizes = _count(on_meta, programs, data)
+    units = []
+    for index, program in enumerate(programs):
+        owned = sum(record.nbytes for record in program.tensors if record.trainable)
+        moved = sum(record.nbytes for record in (*program.tensors, *program.shared)) + 2 * counts[index].saved_bytes
+        forward = max(counts[index].flop / reference_flop_per_s, moved / bytes_per_s)
+        seconds = (forward, 2 * forward, UPDATE_PASSES * owned / bytes_per_s)
+        units.append(_unit(graph, programs, index, counts[index], seconds, sizes))
+    return ModelProfile(
+        name=graph.name,
+        micro_batch_size=inputs[0].shape[0],
+        reference_flop_per_s=reference_flop_per_s,
+        units=tuple(units),
+        input_bytes=sum(item.numel() * item.element_size() for item in data),
+        stage_s=0.0,
+        stage_update_s=0.0,
     )
 
 
@@ -196,7 +236,7 @@ class _Pass:
         self._tensors = {name: item.clone().requires_grad_(name in trainable) for name, item in captured.tensors.items()}
         self._received: list[dict[int, Tensor]] = []
         self._sent: list[dict[int, Tensor]] = []
-        self.owned_storages = {item.untyped_storage().data_ptr() for item in self._tensors.values()}
+        self.owned_storages = {_storage_id(item) for item in self._tensors.values()}
         self.value_bytes: dict[int, int] = {}
 
     def times(self) -> Sequence[Sequence[float]]:
@@ -312,10 +352,9 @@ def _count(captured: Captured, programs: Sequence[StageProgram], data: tuple[Ten
         kept: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
             # Parameters and buffers are in memory anyway.
-            if storage.data_ptr() not in counting.owned_storages:
-                kept[storage.data_ptr()] = storage.nbytes()
+            if _storage_id(tensor) not in counting.owned_storages:
+                kept[_storage_id(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
         with saved_tensors_hooks(note, _same), FlopCounterMode(display=False) as counter:
@@ -326,6 +365,11 @@ def _count(captured: Captured, programs: Sequence[StageProgram], data: tuple[Ten
     counting.forward(around)
     counting.backward()
     return counts, counting.value_bytes
+
+
+def _storage_id(tensor: Tensor) -> int:
+    """Return what tells storages apart, on meta as well, where none has an address."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _update_times(captured: Captured, programs: Sequence[StageProgram], make_optimizer: MakeOptimizer | None) -> list[float]:

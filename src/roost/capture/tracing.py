@@ -9,8 +9,9 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,32 +36,79 @@ _LARGEST_LOWER_BOUND = 2
 """torch.export assumes at least two samples whatever the model does; more than that is a condition of the model."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CallLayout:
+    """How the data inputs of a graph, which have an order and nothing else, become the call of the user's model."""
+
+    positional: int
+    """So many are passed by position."""
+    keywords: tuple[str, ...] = ()
+    """The following ones are passed by these names. What remains are labels, for the loss and the metric."""
+    label_keywords: tuple[str, ...] = ()
+    """Those of `keywords` that the loss and the metric get as labels, too, after all others."""
+
+    @property
+    def inputs(self) -> int:
+        """How many data inputs the model gets."""
+        return self.positional + len(self.keywords)
+
+    def names(self, labels: Sequence[str]) -> tuple[str, ...]:
+        """Return a name for each data input, given those of the labels."""
+        return (*(f"input_{index}" for index in range(self.positional)), *self.keywords, *labels)
+
+    def call(self, model: Callable[..., Any], data: Sequence[Tensor]) -> Any:
+        """Return the model's output for `data`, whose labels are left out."""
+        named = dict(zip(self.keywords, data[self.positional : self.inputs], strict=True))
+        return model(*data[: self.positional], **named)
+
+    def labels(self, data: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return what the loss and the metric get after the output."""
+        shared = (data[self.positional + self.keywords.index(name)] for name in self.label_keywords)
+        return (*data[self.inputs :], *shared)
+
+
+def own_loss(output: Any, *labels: Tensor) -> Tensor:
+    """Return the loss that a model computed itself: the output's `loss`, or its first item. For models that are given their labels.
+
+    Raises TypeError, naming what came instead, if there is none.
+    """
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None and isinstance(output, tuple | list) and output:
+        found = output[0]
+    if isinstance(output, Tensor):
+        found = output
+    if not isinstance(found, Tensor):
+        raise TypeError(f"the model returned a {type(output).__name__} without a loss; does the batch have labels?")
+    return found
+
+
 class TracedTraining(nn.Module):
     """Model, loss and metric as one module: takes the model's inputs, then the labels; returns (loss,) or (loss, metric)."""
 
-    def __init__(self, model: nn.Module, loss: Loss, metric: Metric | None, inputs: int) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, metric: Metric | None, layout: CallLayout) -> None:
         super().__init__()
         self.model = model
         self.loss_part = loss
         self.metric_part = metric
-        self.inputs = inputs
+        self.layout = layout
 
     def forward(self, *data: Tensor) -> tuple[Tensor, ...]:
-        output = self.model(*data[: self.inputs])
-        labels = data[self.inputs :]
+        output = self.layout.call(self.model, data)
+        labels = self.layout.labels(data)
         value = self.loss_part(output, *labels)
         if self.metric_part is None:
             return (value,)
         return value, self.metric_part(output, *labels)
 
 
-def trace(wrapped: TracedTraining, data: tuple[Tensor, ...]) -> ExportedProgram:
+def trace(wrapped: TracedTraining, data: tuple[Tensor, ...], dynamic: Sequence[frozenset[int]]) -> ExportedProgram:
     """Return the exported program of `wrapped` in training mode, with a dynamic first dimension of every input.
 
-    The module's training flags and all random generators are left as they were. Raises NotCapturableError, naming the
+    `dynamic` names for each input the further dimensions that may vary; where the model needs a fixed size, it is fixed to
+    that of `data`. The module's training flags and all random generators are left as they were. Raises NotCapturableError, naming the
     user's line where there is one.
     """
-    shapes = {"data": tuple({0: Dim.AUTO} if item.dim() > 0 else None for item in data)}
+    shapes = {"data": tuple(dict.fromkeys((0, *sorted(varying)), Dim.AUTO) for varying in dynamic)}
     with ExitStack() as stack:
         stack.enter_context(_kept_modes(wrapped))
         stack.enter_context(_kept_generators())
@@ -200,14 +248,18 @@ def _calling_line() -> str:
     return _place(frames[-1].filename, frames[-1].lineno, frames[-1].line) if frames else ""
 
 
+def traced_shapes(exported: ExportedProgram) -> tuple[tuple[int | None, ...], ...]:
+    """Return the shape of every data input, with None for a dimension that may vary."""
+    placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    shapes = (placeholders[str(name)].meta["val"].shape for name in exported.graph_signature.user_inputs)
+    # A size that export has fixed may still be a symbol, with a constant behind it.
+    return tuple(tuple(size.node.maybe_as_int() if isinstance(size, torch.SymInt) else int(size) for size in shape) for shape in shapes)
+
+
 def _check_dynamic(exported: ExportedProgram, data: Sequence[Tensor]) -> None:
     """Raise NotCapturableError if the graph holds only for some batch sizes."""
-    names = [name for name in exported.graph_signature.user_inputs if isinstance(name, str)]
-    placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
-    for index, (name, item) in enumerate(zip(names, data, strict=True)):
-        shape = placeholders[name].meta["val"].shape
-        # A size that export has fixed may still be a symbol, with a constant behind it.
-        if item.dim() > 0 and (not isinstance(shape[0], torch.SymInt) or shape[0].node.maybe_as_int() is not None):
+    for index, (shape, item) in enumerate(zip(traced_shapes(exported), data, strict=True)):
+        if shape[0] is not None:
             raise NotCapturableError(
                 f"the batch size {item.shape[0]} of data input {index} is written into the code of model, loss or metric",
                 hint="Use x.shape[0] or -1 for the batch size, not a number or len(x); the last batch of an epoch is smaller.",

@@ -20,7 +20,7 @@ from roost.capture.arguments import (
     ValueRef,
     replace_references,
 )
-from roost.capture.graph import MAX_LABEL, Graph, GraphNode, running_torch_version
+from roost.capture.graph import MAX_LABEL, DataRecord, Graph, GraphNode, running_torch_version
 from roost.capture.ops import ALLOWED_OPS, SCALAR_OPS
 from roost.capture.signatures import signature_of
 from roost.capture.tracing import MODEL_PART, PART_NAMES, user_line_of_stack
@@ -70,24 +70,26 @@ class Translation:
         self._values: dict[fx.Node, Any] = {}
         """What each FX node became: a ValueRef, a tuple of them, or a constant."""
 
-    def graph(self, *, name: str, inputs: int, labels: int, records: Mapping[str, TensorRecord], has_metric: bool) -> Graph:
+    def graph(
+        self, *, name: str, data: tuple[DataRecord, ...], inputs: int, records: Mapping[str, TensorRecord], has_metric: bool
+    ) -> Graph:
         """Return the graph without the nodes and tensors that nothing needs. Raises UnsupportedOpError, NotCapturableError."""
         module = self._exported.graph_module
         names = list(dict.fromkeys(self._tensor_names.values()))
-        numbers = {tensor_name: inputs + labels + index for index, tensor_name in enumerate(names)}
-        data = [str(item) for item in self._exported.graph_signature.user_inputs]
+        numbers = {tensor_name: len(data) + index for index, tensor_name in enumerate(names)}
+        placeholders = [str(item) for item in self._exported.graph_signature.user_inputs]
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 known = self._tensor_names.get(node.name)
-                self._values[node] = ValueRef(data.index(node.name) if known is None else numbers[known])
-        self._next = inputs + labels + len(names)
+                self._values[node] = ValueRef(placeholders.index(node.name) if known is None else numbers[known])
+        self._next = len(data) + len(names)
         results = self._translate_all(module, detach_inputs=False)
         _check_results(module, has_metric)
         graph = Graph(
             name=name,
             torch_version=running_torch_version(),
+            data=data,
             inputs=inputs,
-            labels=labels,
             tensors=tuple(records[tensor_name] for tensor_name in names),
             nodes=tuple(self._nodes),
             loss=_number(results[0], "loss"),
@@ -211,8 +213,8 @@ def prune(graph: Graph) -> Graph:
     return Graph(
         name=graph.name,
         torch_version=graph.torch_version,
+        data=graph.data,
         inputs=graph.inputs,
-        labels=graph.labels,
         tensors=tuple(record for record in map(graph.tensor_of, order) if record is not None),
         nodes=tuple(nodes),
         loss=numbers[graph.loss],

@@ -113,7 +113,7 @@ HOSTILE: dict[str, tuple[Callable[[Raw], None], str]] = {
     "a million inputs": (changed("inputs", 10**6), "at most"),
     "inputs that are a number with a fraction": (changed("inputs", 1.5), "must be an integer"),
     "integer over 64 bits": (changed("inputs", 2**70), "must be an integer"),
-    "other format version": (changed("format", 2), "format 2"),
+    "other format version": (changed("format", 1), "format 1"),
     "format version that is a boolean": (changed("format", True), "format True"),
     "other torch version": (changed("torch", "2.12.0"), "torch '2.12.0'"),
     "missing field": (drop("metric"), "exactly the fields"),
