@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import contextvars
-import dataclasses
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch import Tensor, nn
 
-from roost.capture.check import check_against_eager
+from roost.capture.arguments import DTYPES
+from roost.capture.check import CheckReport, check_against_eager
 from roost.capture.export import Captured, capture
 from roost.capture.graph_format import to_bytes
-from roost.capture.profiling import profile
+from roost.capture.profiling import estimate, profile
+from roost.capture.tracing import own_loss
 from roost.checkpoint.manifest import MANIFEST_FILE
 from roost.checkpoint.reader import Checkpoint, latest, load
 from roost.checkpoint.writer import check_writable
 from roost.config import ArgumentValue, JobConfig, NamedArguments, require
 from roost.errors import CheckpointMismatchError, InvalidConfigError, InvalidDataError
 from roost.pipeline.optimizer import build_optimizer, check_optimizer
-from roost.pipeline.probe import measure
+from roost.pipeline.probe import measure, update_bytes_per_s
 from roost.pipeline.tensor_bytes import spec_of
-from roost.requester.data import SampleSource, example_batch
+from roost.requester.columns import Columns, arrange
+from roost.requester.data import SampleSource
+from roost.requester.huggingface import collator_for
 from roost.requester.pools import LocalPool, Pool, RemotePool
 from roost.requester.run import JobPackage, Observer, Run, new_job_id
 from roost.types import ModelProfile
+from roost.weights.source import MemoryTensors, TensorSource, source_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +55,16 @@ class PreparedJob:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckedJob:
+    """A job that was captured and compared with the eager model, and neither measured nor trained."""
+
+    rehearsed: RehearsedJob
+    config: JobConfig
+    capture_s: float
+    """Seconds that capturing and comparing took."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Defaults:
     """What `roost train` and `roost plan` set for the script they run."""
 
@@ -60,6 +76,9 @@ class Defaults:
     plan_only: bool = False
     """True: train() starts nothing; it adds the job to `prepared` and ends the script as sys.exit() does."""
     prepared: list[PreparedJob] = field(default_factory=list)
+    check_only: bool = False
+    """True: train() starts nothing; it adds the job to `checked` and ends the script as sys.exit() does."""
+    checked: list[CheckedJob] = field(default_factory=list)
 
 
 DEFAULTS: contextvars.ContextVar[Defaults | None] = contextvars.ContextVar("roost_defaults", default=None)
@@ -71,14 +90,24 @@ class Job:
 
     model: nn.Module
     """Any module torch.export takes; it is captured as it is and not changed."""
-    loss: Callable[..., Tensor]
-    """loss(output, label) -> scalar, the mean over the samples of a batch."""
     data: Any
-    """Training data: a tuple of equally long tensors (inputs..., labels), or a map-style dataset of such tuples."""
+    """Training data: a tuple of equally long tensors (inputs..., label), or a dict of them, or a map-style dataset of such tuples or
+    dicts. A tuple's last element is the label; a dict's elements are passed to the model by their names, but for `label_names`."""
+    loss: Callable[..., Tensor] | None = None
+    """loss(output, *labels) -> scalar, the mean over the samples of a batch. None: the model is given the labels as well and returns
+    its loss, as its output's `loss` or first item."""
     validation: Any = None
     """Validation data in the same form; None means no evaluation."""
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes the tuple or dict of a batch's tensors from a list of samples, for example by padding them to one length; None: samples
+    are stacked."""
+    label_names: tuple[str, ...] = ("labels",)
+    """Of data whose samples are dicts, the elements that are labels: the loss and the metric get them, in this order."""
     metric: Callable[..., Tensor] | None = None
-    """metric(output, label) -> scalar mean over samples, for the validation data; for example an accuracy."""
+    """metric(output, *labels) -> scalar mean over samples, for the validation data; for example an accuracy."""
+    weights: str | Path | None = None
+    """Initial weights: a safetensors file, or a folder with model.safetensors or its shards and their index; None: those the model
+    has, or would have been given had it not been built inside `roost.deferred_init()`."""
     optimizer: str = "AdamW"
     """A class of torch.optim by name."""
     optimizer_args: Mapping[str, ArgumentValue] = field(default_factory=dict)
@@ -112,13 +141,39 @@ class Job:
 
     def __post_init__(self) -> None:
         require(isinstance(self.model, nn.Module), f"model must be a torch.nn.Module, not a {type(self.model).__name__}")
-        require(callable(self.loss), "loss must be callable: loss(output, label) -> scalar tensor")
-        require(self.metric is None or callable(self.metric), "metric must be callable: metric(output, label) -> scalar tensor")
+        for name in ("loss", "metric"):
+            value = getattr(self, name)
+            require(value is None or callable(value), f"{name} must be callable: {name}(output, label) -> scalar tensor")
+        require(
+            self.collate is None or callable(self.collate), "collate must be callable: collate(list of samples) -> dict or tuple of tensors"
+        )
+        require(
+            not isinstance(self.label_names, str) and all(isinstance(name, str) for name in self.label_names),
+            f"label_names must be a tuple of names, not {self.label_names!r}",
+        )
         require(self.micro_batch_size is None or _is_whole(self.micro_batch_size), "micro_batch_size must be a whole number or None")
         for name in WHOLE_NUMBERS:
             require(_is_whole(getattr(self, name)), f"{name} must be a whole number, not {getattr(self, name)!r}")
         for name in ("optimizer_args", "schedule_args"):
             require(isinstance(getattr(self, name), Mapping), f'{name} must be a dict of keyword arguments, such as {{"lr": 1e-3}}')
+
+    @classmethod
+    def from_transformers(
+        cls,
+        model: nn.Module,
+        data: Any,
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        **fields: Any,
+    ) -> Job:
+        """Return the job of training a model of the transformers library with the loss it computes itself.
+
+        `data` is a tokenised dataset of the datasets library or a list of dicts, with `labels`; columns that the model does not take
+        are left out. Rows of different lengths are padded, on the right, by `collate` (for example a data collator of transformers)
+        or with the model's padding token, label -100 and a matching attention mask. `fields` are those of Job.
+        """
+        require("loss" not in fields, "a transformers model computes its own loss; for another one, use Job(model=..., loss=...)")
+        return cls(model=model, data=data, collate=collator_for(model, collate), **fields)
 
 
 def train(
@@ -138,6 +193,9 @@ def train(
     """
     defaults = DEFAULTS.get() or Defaults()
     chosen = RemotePool(address=pool) if isinstance(pool, str) else pool if pool is not None else defaults.pool
+    if defaults.check_only:
+        defaults.checked.append(check(job))
+        raise SystemExit(0)
     if defaults.plan_only:
         defaults.prepared.append(PreparedJob(package=prepare(job, resume=resume, saves=False, paced=_paced(chosen)), pool=chosen))
         raise SystemExit(0)
@@ -154,6 +212,16 @@ def train(
     return run
 
 
+def check(job: Job) -> CheckedJob:
+    """Capture `job` and compare it with the eager model. Raises RoostError, as train() would, for a job that cannot be trained."""
+    training = SampleSource(job.data, what="the training data", collate=job.collate)
+    config = _config(job, len(training), 0, None)
+    check_optimizer(config)
+    begin = time.perf_counter()
+    rehearsed = rehearse(job, training, config)
+    return CheckedJob(rehearsed=rehearsed, config=config, capture_s=time.perf_counter() - begin)
+
+
 def _paced(pool: Pool | None) -> bool:
     return isinstance(pool, LocalPool) and pool.paced
 
@@ -165,36 +233,28 @@ def prepare(job: Job, *, resume: str | Path | None = None, saves: bool = True, p
 
     With `saves` the job's checkpoint directory is made, if it cannot be written to that is an error.
     """
-    training = SampleSource(job.data, what="the training data")
-    validation = SampleSource(job.validation, what="the validation data") if job.validation is not None else None
+    training = SampleSource(job.data, what="the training data", collate=job.collate)
+    validation = SampleSource(job.validation, what="the validation data", collate=job.collate) if job.validation is not None else None
     checkpoint = _checkpoint(Path(resume)) if resume is not None else None
     config = _config(job, len(training), 0 if validation is None else len(validation), checkpoint)
     check_optimizer(config)
     if saves:
         check_writable(Path(job.checkpoint_dir))
-    micro_batch = example_batch(training, config.micro_batch_size)
-    training.expect(micro_batch)
+    rehearsed = rehearse(job, training, config)
+    captured = rehearsed.captured
+    expected = [(DTYPES[record.dtype], record.shape) for record in captured.graph.data]
+    training.expect(expected)
     if validation is not None:
         require(len(validation) > 0, "the validation data is empty; leave it out to train without evaluation")
-        validation.expect(micro_batch)
+        if rehearsed.columns.names is not None:
+            validation.select(rehearsed.columns.names)
+        validation.expect(expected)
         validation.batch([0])
-    inputs, labels = micro_batch[:-1], micro_batch[-1:]
-    captured = capture(job.model, job.loss, inputs, labels, metric=job.metric, name=job.name)
-    try:
-        check_against_eager(job.model, job.loss, captured, inputs, labels, seed=job.seed)
-    # What a model raises on real values that it did not raise when it was traced, such as a label that is out of range.
-    except (RuntimeError, TypeError, ValueError, ArithmeticError, AssertionError, LookupError) as error:
-        raise InvalidDataError(
-            f"model and loss fail on the first {len(labels[0])} training samples: {type(error).__name__}: {error}",
-            hint="Call loss(model(inputs), labels) on these samples in plain PyTorch; look for labels that are out of range.",
-        ) from error
-    model_profile = _profile(captured, inputs, labels, config, rest_s=PACED_REST_S if paced else 0.0)
-    if checkpoint is not None:
-        captured = _with_tensors(captured, checkpoint)
+    model_profile = measure_costs(rehearsed, config, rest_s=PACED_REST_S if paced else 0.0)
     return JobPackage(
         config=config,
         graph=to_bytes(captured.graph),
-        tensors=captured.tensors,
+        weights=_weights(job, captured, checkpoint),
         extras=frozenset(captured.extras),
         aliases=captured.aliases,
         optimizer=checkpoint.optimizer if checkpoint is not None else {},
@@ -207,14 +267,77 @@ def prepare(job: Job, *, resume: str | Path | None = None, saves: bool = True, p
     )
 
 
-def _profile(
-    captured: Captured, inputs: tuple[Tensor, ...], labels: tuple[Tensor, ...], config: JobConfig, *, rest_s: float
-) -> ModelProfile:
+@dataclass(frozen=True, kw_only=True)
+class RehearsedJob:
+    """A captured job, compared with the eager model where that can be run here."""
+
+    captured: Captured
+    columns: Columns
+    report: CheckReport | None
+    """None if the model is too large to be run here, or has no weights here."""
+
+
+def rehearse(job: Job, training: SampleSource, config: JobConfig) -> RehearsedJob:
+    """Capture `job` for batches of `training`, which gives the columns it needs from now on, and compare graph and eager model.
+
+    Raises RoostError for a job whose model or loss cannot be captured, or does not survive it unchanged.
+    """
+    columns = arrange(training.example(config.micro_batch_size), label_names=job.label_names, has_loss=job.loss is not None)
+    if columns.names is not None:
+        training.select(columns.names)
+    loss = own_loss if job.loss is None else job.loss
+    captured = capture(
+        job.model,
+        loss,
+        columns.inputs,
+        columns.labels,
+        layout=columns.layout,
+        dynamic=columns.varying,
+        metric=job.metric,
+        name=job.name,
+    )
+    if not _can_run_here(captured):
+        return RehearsedJob(captured=captured, columns=columns, report=None)
+    try:
+        report = check_against_eager(job.model, loss, captured, columns.inputs, columns.labels, layout=columns.layout, seed=job.seed)
+    # What a model raises on real values that it did not raise when it was traced, such as a label that is out of range.
+    except (RuntimeError, TypeError, ValueError, ArithmeticError, AssertionError, LookupError) as error:
+        raise InvalidDataError(
+            f"model and loss fail on the first {len(columns.batch[0])} training samples: {type(error).__name__}: {error}",
+            hint="Call loss(model(inputs), labels) on these samples in plain PyTorch; look for labels that are out of range.",
+        ) from error
+    return RehearsedJob(captured=captured, columns=columns, report=report)
+
+
+def _can_run_here(captured: Captured) -> bool:
+    """Return whether model, copies and gradients fit in this machine's memory; False for a model without weights."""
+    if any(tensor.is_meta for tensor in captured.tensors.values()):
+        return False
+    # The model itself and its captured copy are in memory already; running both adds another copy and two sets of gradients.
+    further = 3 * sum(tensor.nbytes for tensor in captured.tensors.values())
+    fits = further <= psutil.virtual_memory().available
+    if not fits:
+        logger.warning("check_skipped model=%s reason='comparing graph and eager model needs %d more bytes'", captured.graph.name, further)
+    return fits
+
+
+def measure_costs(rehearsed: RehearsedJob, config: JobConfig, *, rest_s: float = 0.0) -> ModelProfile:
+    """Return what the job's model costs: measured, or estimated if it cannot be run here. `rest_s` is slept before each piece of work."""
     speed = measure(threads=1, device="cpu", budget_s=0.5)
+    captured, columns = rehearsed.captured, rehearsed.columns
+    if rehearsed.report is None:
+        logger.info("costs_estimated model=%s reason='not run on this machine'", captured.graph.name)
+        return estimate(
+            captured,
+            columns.inputs,
+            columns.labels,
+            reference_flop_per_s=speed.flop_per_s,
+            bytes_per_s=update_bytes_per_s(threads=1),
+        )
     return profile(
         captured,
-        inputs,
-        labels,
+        columns.inputs,
+        columns.labels,
         reference_flop_per_s=speed.flop_per_s,
         rest_s=rest_s,
         make_optimizer=lambda parameters: build_optimizer(parameters, config.optimizer),
@@ -265,7 +388,10 @@ def _named(name: str, arguments: Mapping[str, ArgumentValue | list[float]]) -> N
     return NamedArguments(name=name, arguments=items)
 
 
-def _with_tensors(captured: Captured, checkpoint: Checkpoint) -> Captured:
+def _weights(job: Job, captured: Captured, checkpoint: Checkpoint | None) -> TensorSource:
+    """Return where the nodes' initial weights come from: the checkpoint that is resumed, the job's `weights`, or the model."""
+    if checkpoint is None:
+        return source_of(job.model, captured.tensors, checkpoint=None if job.weights is None else Path(job.weights))
     kept = {name: tensor for name, tensor in captured.tensors.items() if name not in captured.extras}
     checkpoint.check_model(spec_of(name, tensor) for name, tensor in kept.items())
-    return dataclasses.replace(captured, tensors={**captured.tensors, **{name: checkpoint.model[name] for name in kept}})
+    return MemoryTensors({**captured.tensors, **{name: checkpoint.model[name] for name in kept}})

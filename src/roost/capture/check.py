@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -120,7 +120,9 @@ def check_against_eager(
             raise CaptureMismatchError(
                 f"the gradient of parameter {worst!r} differs from the eager model's by {error:.2g} (relative)", hint=reason
             )
-        _require_close(graph_loss, eager_loss, "in training", _unrepeatable(eager, captured, data, seed, eager_loss) or _OTHER_RANDOM)
+        _require_close(
+            graph_loss, eager_loss, "in training", lambda: _unrepeatable(eager, captured, data, seed, eager_loss) or _OTHER_RANDOM
+        )
         _check_buffers(captured, whole, buffers)
         _check_evaluation(eager, captured, data, seed)
     return report
@@ -159,6 +161,7 @@ def tolerance(captured: Captured, name: str) -> float:
     return max(TOLERANCE, ROUNDINGS * torch.finfo(dtype).eps) if dtype.is_floating_point else TOLERANCE
 
 
+_OTHER_MODE = "The model's code looks at self.training or at the batch size: only dropout and norms may."
 _OTHER_RANDOM = "Look for random numbers that do not come from torch, and for state kept between calls in plain attributes."
 
 
@@ -183,9 +186,10 @@ def _reason(
 
 
 def _unrepeatable(eager: _Eager, captured: Captured, data: Sequence[Tensor], seed: int, first: Tensor) -> str:
-    """Return what to tell about a model whose eager loss is another one each time; empty for any other."""
-    _load(eager.model, captured)
-    again, _ = eager.step(data, seed)
+    """Return what to tell about a model whose eager loss, in the mode it is in, is not `first` again; empty for any other."""
+    with torch.no_grad(), _kept_state(eager.model, eager.loss):
+        _load(eager.model, captured)
+        again = eager.loss_of(data, seed).cpu()
     if torch.equal(again, first) or (bool(again.isnan()) and bool(first.isnan())):
         return ""
     return (
@@ -243,25 +247,26 @@ def _check_evaluation(eager: _Eager, captured: Captured, data: Sequence[Tensor],
     """Compare the losses of model.eval() on the whole batch, and on all samples but the last."""
     eager.set_training(False)
     samples = data[0].shape[0]
-    for count in sorted({samples, max(1, samples - 1)}, reverse=True):
-        some = tuple(item[:count] for item in data)
-        # The values must be fresh: training has changed the buffers of model and graph alike, so both are put back.
-        with torch.no_grad(), _kept_state(eager.model, eager.loss):
-            _load(eager.model, captured)
-            eager_loss = eager.loss_of(some, seed).cpu()
-        torch.manual_seed(seed)
-        try:
-            graph_loss, _ = Rehearsal(captured).evaluate(some)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise CaptureMismatchError(
-                f"the graph cannot run {count} samples, the eager model can: {reason}",
-                hint="Use x.shape[0] or -1 where the model or the loss contains the batch size.",
-            ) from error
-        where = "in evaluation" if count == samples else f"in evaluation with {count} instead of {samples} samples"
-        _require_close(
-            graph_loss, eager_loss, where, "The model's code looks at self.training or at the batch size: only dropout and norms may."
-        )
+    _check_evaluated(eager, captured, data, seed, "in evaluation")
+    if samples > 1:
+        some = tuple(item[:-1] for item in data)
+        _check_evaluated(eager, captured, some, seed, f"in evaluation with {samples - 1} instead of {samples} samples")
+
+
+def _check_evaluated(eager: _Eager, captured: Captured, data: Sequence[Tensor], seed: int, where: str) -> None:
+    # The values must be fresh: training has changed the buffers of model and graph alike, so both are put back.
+    with torch.no_grad(), _kept_state(eager.model, eager.loss):
+        _load(eager.model, captured)
+        eager_loss = eager.loss_of(data, seed).cpu()
+    torch.manual_seed(seed)
+    try:
+        graph_loss, _ = Rehearsal(captured).evaluate(data)
+    except RuntimeError as error:
+        raise CaptureMismatchError(
+            f"the graph cannot run {len(data[0])} samples, the eager model can: {str(error).splitlines()[0]}",
+            hint="Use x.shape[0] or -1 where the model or the loss contains the batch size.",
+        ) from error
+    _require_close(graph_loss, eager_loss, where, lambda: _unrepeatable(eager, captured, data, seed, eager_loss) or _OTHER_MODE)
 
 
 def _load(model: nn.Module, captured: Captured) -> None:
@@ -272,9 +277,9 @@ def _load(model: nn.Module, captured: Captured) -> None:
                 buffer.copy_(captured.tensors[name])
 
 
-def _require_close(ours: Tensor, theirs: Tensor, where: str, hint: str) -> None:
+def _require_close(ours: Tensor, theirs: Tensor, where: str, hint: Callable[[], str]) -> None:
     if _relative_error(ours, theirs, 0.0) > max(TOLERANCE, ROUNDINGS * torch.finfo(theirs.dtype).eps):
-        raise CaptureMismatchError(f"{where} the graph's loss is {float(ours):.6g}, the eager model's {float(theirs):.6g}", hint=hint)
+        raise CaptureMismatchError(f"{where} the graph's loss is {float(ours):.6g}, the eager model's {float(theirs):.6g}", hint=hint())
 
 
 @contextmanager

@@ -179,6 +179,22 @@ def plan(
     command.run(request)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def check(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="Python file that calls roost.train(job); it runs up to there.")],
+    stages: Annotated[str, typer.Option(help="Numbers of stages to cut the model in, into even parts.")] = "2,3,4",
+    pool_file: Annotated[Path | None, typer.Option(help="YAML file of imagined nodes and links: cut as they would be given it.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Capture the model of a training script and tell whether it is still the same model, whole and cut. Nothing is trained."""
+    from roost.cli import check as command
+
+    set_up_logging(verbose)
+    command.run(script, tuple(context.args), stages=stages, pool_file=pool_file, json_output=json_output)
+
+
 @app.command()
 def status(
     address: Annotated[str, typer.Argument(help="host:port of the coordinator.")],

@@ -9,9 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import math
-import os
 import random
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +19,13 @@ from rich.console import Console
 
 from roost import messages as m
 from roost.cli.lifetime import stop_on_sigterm
+from roost.cli.output import output_to_errors
 from roost.cli.plan_change import print_change, print_no_change
 from roost.cli.plan_picture import draw_plan
 from roost.cli.plan_report import as_json, error_json, print_plan, with_remedies
 from roost.cli.status import NobodyHome
 from roost.config import JobConfig, require
-from roost.errors import InvalidConfigError, MalformedMessageError, PlanningError, RoostError, ScriptError
+from roost.errors import InvalidConfigError, MalformedMessageError, PlanningError, RoostError
 from roost.planning.advice import Advice, PoolChange, advise
 from roost.planning.planner import make_plan
 from roost.planning.remedies import remedies
@@ -207,55 +206,18 @@ def _model(command: PlanCommand) -> tuple[ModelFile, Pool | None]:
         return ModelFile.load(command.profile), pool
     assert command.script is not None, "checked before"
     # What a script prints is for people; with --json standard output is for the one line.
-    with _output_to_errors() if command.json_output else contextlib.nullcontext():
+    with output_to_errors() if command.json_output else contextlib.nullcontext():
         model, scripts_pool = _run_script(command.script, command.arguments)
     return model, pool or scripts_pool
 
 
-@contextlib.contextmanager
-def _output_to_errors() -> Iterator[None]:
-    """Send to standard error what is printed to standard output, also past Python: by child processes and libraries in C."""
-    _flush_output()
-    with contextlib.ExitStack() as stack:
-        # Either may be closed; then there is nothing to keep clean, or nowhere to send it.
-        with contextlib.suppress(OSError):
-            kept = os.dup(1)
-            stack.callback(os.close, kept)
-            os.dup2(2, 1)
-            stack.callback(os.dup2, kept, 1)
-        stack.callback(_flush_output)
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        yield
-
-
-def _flush_output() -> None:
-    for stream in (sys.stdout, sys.__stdout__):
-        if stream is not None and not stream.closed:
-            stream.flush()
-
-
 def _run_script(script: Path, arguments: tuple[str, ...]) -> tuple[ModelFile, Pool | None]:
     """Run `script` up to its first roost.train(job). Raises ScriptError if it does not get there."""
-    from roost.api import DEFAULTS, Defaults
-    from roost.cli.train import execute
+    from roost.api import Defaults
+    from roost.cli.train import run_up_to_train
 
-    if not script.is_file():
-        raise ScriptError(f"there is no file {script}", hint="Give the path of a Python file that calls roost.train(job).")
     defaults = Defaults(plan_only=True)
-    DEFAULTS.set(defaults)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
-    try:
-        execute(script, defaults)
-    except SystemExit as error:
-        if not defaults.prepared:
-            raise ScriptError(f"{script} ended with exit code {str(error.code)[:200]} without calling roost.train(job)") from error
-    except RoostError:
-        # Once the model is captured, what the script does after that no longer matters.
-        if not defaults.prepared:
-            raise
-    if not defaults.prepared:
-        raise ScriptError(f"{script} ended without calling roost.train(job)")
+    run_up_to_train(script, arguments, defaults)
     prepared = defaults.prepared[0]
     return ModelFile(config=prepared.package.config, profile=prepared.package.profile), prepared.pool
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -84,6 +85,30 @@ def execute(script: Path, defaults: Defaults) -> None:
     except Exception as error:
         # The user's code may raise anything; it is shown with the user's own line and ends the command.
         raise ScriptError(f"{script} raised {type(error).__name__}: {error} ({_where(script, error)})") from error
+
+
+def run_up_to_train(script: Path, arguments: Sequence[str], defaults: Defaults) -> None:
+    """Run `script` up to its first roost.train(job), which `defaults` make end it. Raises ScriptError if it does not get there."""
+    if not script.is_file():
+        raise ScriptError(f"there is no file {script}", hint="Give the path of a Python file that calls roost.train(job).")
+    DEFAULTS.set(defaults)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        execute(script, defaults)
+    except SystemExit as error:
+        if not _got_there(defaults):
+            raise ScriptError(f"{script} ended with exit code {str(error.code)[:200]} without calling roost.train(job)") from error
+    except RoostError:
+        # Once the model is captured, what the script does after that no longer matters.
+        if not _got_there(defaults):
+            raise
+    if not _got_there(defaults):
+        raise ScriptError(f"{script} ended without calling roost.train(job)")
+
+
+def _got_there(defaults: Defaults) -> bool:
+    return bool(defaults.prepared or defaults.checked)
 
 
 def _where(script: Path, error: Exception) -> str:

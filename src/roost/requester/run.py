@@ -35,12 +35,12 @@ from roost.errors import (
 from roost.messages import JobState
 from roost.metrics.events import JsonLines
 from roost.metrics.rates import ClusterProgress, RateMeter
-from roost.pipeline.tensor_bytes import spec_of
 from roost.requester.data import SampleSource
 from roost.requester.pools import Membership, Pool
 from roost.requester.service import RequesterService
 from roost.transport.interface import Transport
 from roost.types import EpochResult, ModelProfile, NodeProfile, Peer, Plan
+from roost.weights.source import TensorSource
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ class JobPackage:
 
     config: JobConfig
     graph: bytes
-    tensors: dict[str, Tensor]
+    weights: TensorSource
+    """Every parameter and buffer as it is before training."""
     extras: frozenset[str]
     """Tensors the graph needs that the model's state_dict does not have (buffers that are not persistent, those of the loss)."""
     aliases: dict[str, str]
@@ -92,7 +93,7 @@ class JobPackage:
     def unused(self) -> frozenset[str]:
         """Tensors of the model that no unit of the graph owns."""
         owned = {tensor.name for unit in self.profile.units for tensor in unit.tensors}
-        return frozenset(self.tensors) - owned - self.extras
+        return frozenset(self.weights.names) - owned - self.extras
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +324,7 @@ class Run:
         return RequesterService(
             config=package.config,
             graph=package.graph,
-            tensors=package.tensors,
+            weights=package.weights,
             unused=package.unused,
             optimizer=package.optimizer,
             training=package.training,
@@ -418,7 +419,7 @@ class Run:
         return CheckpointContents(
             epoch=message.epoch,
             updates=message.updates,
-            tensors=tuple(spec_of(name, tensor) for name, tensor in package.tensors.items() if name not in package.extras),
+            tensors=tuple(package.weights.spec(name) for name in package.weights.names if name not in package.extras),
             aliases=tuple(package.aliases.items()),
             config=package.config,
             plan=message.plan,

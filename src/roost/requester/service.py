@@ -20,6 +20,7 @@ from roost.protocol.batches import sample_order
 from roost.requester.data import SampleSource
 from roost.transport.interface import Buffer, Sender
 from roost.types import Lease, Plan, Role, TensorSpec
+from roost.weights.source import TensorSource
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class RequesterService:
         *,
         config: JobConfig,
         graph: bytes,
-        tensors: Mapping[str, Tensor],
+        weights: TensorSource,
         unused: frozenset[str],
         optimizer: Mapping[str, Tensor],
         training: SampleSource,
@@ -47,7 +48,7 @@ class RequesterService:
     ) -> None:
         self._config = config
         self._graph = graph
-        self._tensors = tensors
+        self._weights = weights
         self._unused = unused
         self._optimizer = optimizer
         self._training = training
@@ -59,6 +60,7 @@ class RequesterService:
         self._planned = asyncio.Event()
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roost-disk")
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roost-data")
+        self._maker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roost-weights")
         self._orders: dict[int, list[int]] = {}
 
     def set_plan(self, plan: Plan) -> None:
@@ -69,6 +71,7 @@ class RequesterService:
     def close(self) -> None:
         """Stop the threads that read data and write files."""
         self._reader.shutdown(wait=False, cancel_futures=True)
+        self._maker.shutdown(wait=False, cancel_futures=True)
         self._disk.shutdown(wait=True)
 
     async def on_message(self, sender: Sender, message: m.Message, buffers: Sequence[Buffer]) -> None:
@@ -82,7 +85,7 @@ class RequesterService:
         if isinstance(message, m.FetchGraph):
             return m.GraphReply(), [self._graph]
         if isinstance(message, m.FetchTensors):
-            return self._reply(self._select(self._tensors, message.names))
+            return self._reply(await self._initial(message.names))
         if isinstance(message, m.FetchOptimizer):
             wanted = set(message.names)
             return self._reply({key: value for key, value in self._optimizer.items() if key.rpartition("/")[0] in wanted})
@@ -109,12 +112,13 @@ class RequesterService:
         specs = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
         return m.TensorsReply(tensors=specs), [to_buffer(tensor) for tensor in tensors.values()]
 
-    @staticmethod
-    def _select(tensors: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
-        missing = [name for name in names if name not in tensors]
+    async def _initial(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return tensors as they are before training; they may have to be read from disk or made first."""
+        known = set(self._weights.names)
+        missing = [name for name in names if name not in known]
         if missing:
             raise MalformedMessageError(f"the model has no tensor {missing[0]!r}")
-        return {name: tensors[name] for name in names}
+        return await asyncio.get_running_loop().run_in_executor(self._maker, self._weights.read, names)
 
     def _read(self, lease: Lease) -> tuple[Tensor, ...]:
         source = self._training if lease.training else self._validation
@@ -149,7 +153,7 @@ class RequesterService:
         loop = asyncio.get_running_loop()
         if self._unused:
             # Tensors of the model that its graph never touches: no stage has them, they are as they were.
-            kept = self._select(self._tensors, sorted(self._unused))
+            kept = await self._initial(sorted(self._unused))
             await loop.run_in_executor(self._disk, self._writer.add, message.checkpoint, UNUSED_SEGMENT, kept, {})
         path: Path = await loop.run_in_executor(self._disk, self._writer.finish, message.checkpoint, self._contents(message))
         logger.info("checkpoint_written job=%s path=%s", message.job_id, path)

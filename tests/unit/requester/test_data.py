@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from roost.errors import InvalidConfigError, InvalidDataError
-from roost.requester.data import SampleSource, example_batch
+from roost.requester.data import SampleSource
 
 WHAT = "the training data"
 
@@ -99,10 +99,10 @@ def test_samples_that_make_no_batch_are_refused_with_the_reason(samples: list[An
 
 def test_later_samples_must_look_like_the_example() -> None:
     data = source(Listed([(torch.zeros(2), 0), (torch.zeros(2), 0), (torch.zeros(3), 0), (torch.zeros(2), 0.5)]))
-    data.expect(data.batch([0]))
+    data.expect([(torch.float32, (None, 2)), (torch.int64, (None,))])
     data.batch([1, 0])
     with pytest.raises(
-        InvalidDataError, match=r"samples \[2\]\.\.\. are \(float32 \[3\], int64 \[\]\), .* are \(float32 \[2\], int64 \[\]\)"
+        InvalidDataError, match=r"samples \[2\]\.\.\. are \(float32 \[3\], int64 \[\]\), .* captured for \(float32 \[2\], int64 \[\]\)"
     ):
         data.batch([2])
     with pytest.raises(InvalidDataError, match=r"\(float32 \[2\], float32 \[\]\)"):
@@ -111,7 +111,62 @@ def test_later_samples_must_look_like_the_example() -> None:
 
 def test_the_example_has_as_many_samples_as_there_are() -> None:
     data = source((torch.zeros(3, 2), torch.zeros(3)))
-    assert [len(part) for part in example_batch(data, 2)] == [2, 2]
-    assert [len(part) for part in example_batch(data, 8)] == [3, 3]
+    assert [len(part) for part in data.example(2).batch] == [2, 2]
+    assert [len(part) for part in data.example(8).batch] == [3, 3]
+    assert data.example(2).names is None
+    assert data.example(2).varying == (frozenset(), frozenset())
     with pytest.raises(InvalidConfigError, match="training data is empty"):
-        example_batch(source((torch.zeros(0, 2), torch.zeros(0))), 2)
+        source((torch.zeros(0, 2), torch.zeros(0))).example(2)
+
+
+def test_a_dict_of_tensors_and_a_dataset_of_dicts_have_columns_by_name() -> None:
+    columns = {"x": torch.arange(8.0).reshape(4, 2), "labels": torch.arange(4)}
+    listed = source(Listed([{name: part[index] for name, part in columns.items()} for index in range(4)]))
+    for data in (source(columns), listed):
+        assert len(data) == 4
+        assert data.example(2).names == ("x", "labels")
+        data.select(("labels", "x"))
+        labels, x = data.batch([3, 0])
+        assert torch.equal(labels, columns["labels"][[3, 0]])
+        assert torch.equal(x, columns["x"][[3, 0]])
+
+
+def test_a_sample_without_a_column_that_the_model_needs_is_refused() -> None:
+    data = source(Listed([{"x": 1.0, "y": 2.0}, {"x": 1.0}]))
+    data.select(("x", "y"))
+    with pytest.raises(InvalidDataError, match="have no 'y'"):
+        data.batch([1])
+    with pytest.raises(InvalidDataError, match="different numbers of elements"):
+        data.batch([0, 1])
+
+
+def padded(samples: list[list[int]]) -> dict[str, torch.Tensor]:
+    rows = [torch.tensor(sample) for sample in samples]
+    return {"ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), "labels": torch.zeros(len(rows))}
+
+
+def test_a_collate_function_pads_and_the_dimensions_that_vary_are_found() -> None:
+    data = SampleSource([[1] * length for length in (2, 3, 7, 4)], what=WHAT, collate=padded)
+    example = data.example(2)
+    assert example.varying == (frozenset({1}), frozenset())
+    assert example.batch[0].shape == (2, 7), "the largest batch is the one to plan for"
+    data.select(("ids", "labels"))
+    data.expect([(torch.int64, (None, None)), (torch.float32, (None,))])
+    assert data.batch([0, 1])[0].shape == (2, 3)
+    data.expect([(torch.int64, (None, 3)), (torch.float32, (None,))])
+    with pytest.raises(InvalidDataError, match=r"int64 \[7\]"):
+        data.batch([2])
+
+
+@pytest.mark.parametrize(
+    ("collate", "message"),
+    [
+        (lambda samples: 1 / 0, "collate function raised ZeroDivisionError"),
+        (lambda samples: None, "gave a NoneType"),
+        (lambda samples: {"x": 3}, "gave a int for 'x'"),
+        (lambda samples: (torch.zeros(1, 2),), "asked for 2 samples, got 1"),
+    ],
+)
+def test_a_collate_function_that_fails_is_named(collate: Any, message: str) -> None:
+    with pytest.raises(InvalidDataError, match=f"{WHAT}.*{message}"):
+        SampleSource([0, 1], what=WHAT, collate=collate).batch([0, 1])

@@ -128,7 +128,7 @@ def test_a_job_that_cannot_be_trained_is_refused_with_code_reason_and_advice(tmp
     [
         ({"model": functional.relu}, "model must be a torch.nn.Module, not a"),
         ({"model": perceptron}, "model must be a torch.nn.Module, not a"),
-        ({"loss": None}, "loss must be callable"),
+        ({"loss": "mse"}, "loss must be callable"),
         ({"metric": "accuracy"}, "metric must be callable"),
         ({"batch_size": "32"}, "batch_size must be a whole number, not '32'"),
         ({"epochs": 1.5}, "epochs must be a whole number, not 1.5"),

@@ -21,6 +21,7 @@ from roost.requester.data import SampleSource
 from roost.requester.service import RequesterService
 from roost.transport.interface import Buffer, Sender
 from roost.types import ClusterPlan, Lease, Plan, Role, SegmentPlan, StagePlan
+from roost.weights.source import MemoryTensors
 
 CONFIG = JobConfig(job_id="job", optimizer=NamedArguments(name="SGD", arguments=(("lr", 0.1),)), samples=10, validation_samples=4, seed=7)
 TENSORS = {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.zeros(2), "unused": torch.ones(1)}
@@ -63,7 +64,7 @@ class Scene:
         self.service = RequesterService(
             config=CONFIG,
             graph=b"the graph",
-            tensors=TENSORS,
+            weights=MemoryTensors(TENSORS),
             unused=frozenset({"unused"}),
             optimizer={"weight/momentum_buffer": torch.ones(2, 3), "bias/momentum_buffer": torch.ones(2)},
             training=SampleSource((self.inputs, self.labels), what="the training data"),
