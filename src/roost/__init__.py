@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from roost.protocol.batches import micro_batch_seed, sample_order
     from roost.requester.pools import RemotePool, local
     from roost.requester.run import Run, RunMetrics
+    from roost.weights.deferred import deferred_init
 
 __all__ = [
     "Job",
@@ -26,6 +27,7 @@ __all__ = [
     "RoostError",
     "Run",
     "RunMetrics",
+    "deferred_init",
     "local",
     "micro_batch_seed",
     "sample_order",
@@ -41,6 +43,7 @@ _HOMES = {
     "local": "roost.requester.pools",
     "Run": "roost.requester.run",
     "RunMetrics": "roost.requester.run",
+    "deferred_init": "roost.weights.deferred",
     "micro_batch_seed": "roost.protocol.batches",
     "sample_order": "roost.protocol.batches",
 }

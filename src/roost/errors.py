@@ -4,7 +4,9 @@ RoostError
 ├── ConfigError            R1xx  what the user wrote
 │   ├── InvalidConfigError     R101
 │   ├── ScriptError            R102
-│   └── InvalidDataError       R103
+│   ├── InvalidDataError       R103
+│   ├── DeferredInitError      R104
+│   └── MissingWeightsError    R105
 ├── CaptureError           R2xx  the model cannot be turned into a graph
 │   ├── NotCapturableError     R201
 │   ├── UnsupportedOpError     R202
@@ -86,6 +88,20 @@ class InvalidDataError(ConfigError):
 
     code = "R103"
     default_hint = "Give a sequence of (input, label) pairs of tensors, or a tuple of equally long tensors."
+
+
+class DeferredInitError(ConfigError):
+    """What a roost.deferred_init() block does cannot be recorded."""
+
+    code = "R104"
+    default_hint = "Build the model on the CPU with torch's default generator; docs/large-models.md lists what cannot be recorded."
+
+
+class MissingWeightsError(ConfigError):
+    """Nothing says what a parameter on the meta device holds at the start."""
+
+    code = "R105"
+    default_hint = "Build the model inside roost.deferred_init(), or give the path of a checkpoint as weights=."
 
 
 class CaptureError(RoostError):

@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "roost"
 RECORDS = {"types", "messages", "codec", "errors", "config"}
-PARTS = {"capture", "planning", "protocol", "pipeline", "averaging", "checkpoint", "metrics", "transport"}
+PARTS = {"capture", "planning", "protocol", "pipeline", "averaging", "checkpoint", "metrics", "transport", "weights"}
 """Folders that import records only, never each other."""
 EDGES = {"api", "coordinator", "agent", "requester", "dashboard", "demo"}
 """What joins the parts; only the command line is above."""

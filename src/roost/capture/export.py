@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from roost.capture.analysis import GraphAnalysis
 from roost.capture.arguments import DTYPE_NAMES
@@ -60,8 +63,8 @@ def capture(
     varying = [frozenset()] * len(data) if dynamic is None else [frozenset(dimensions) - {0} for dimensions in dynamic]
     data = tuple(_as_traced(item, dimensions) for item, dimensions in zip(data, varying, strict=True))
     wrapped = TracedTraining(model, loss, metric, layout)
-    with _all_on_meta(wrapped) as on_meta:
-        exported = trace(wrapped, tuple(item.to("meta") for item in data) if on_meta else data, varying)
+    with _without_values(wrapped, data) as traced:
+        exported = trace(wrapped, traced, varying)
     named = name_tensors(wrapped, exported)
     translation = Translation(exported, named.canonical)
     try:
@@ -82,13 +85,15 @@ def capture(
 
 
 @contextmanager
-def _all_on_meta(wrapped: nn.Module) -> Iterator[bool]:
-    """Yield True if a parameter is on meta; the buffers are there too then, as long as the block lasts.
+def _without_values(wrapped: nn.Module, data: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the data to trace with: as it is, or without values if the model's parameters have none, on meta.
 
-    torch.export wants all tensors on one device, and a model built without weights still has the values of its buffers.
+    As long as the block lasts, such parameters, the buffers and the data are fake tensors that claim to be on the CPU: torch.export
+    wants all tensors on one device, and on meta it would lose the constants of the user's code as well.
     """
-    if not any(parameter.is_meta for parameter in wrapped.parameters()):
-        yield False
+    on_meta = [name for name, parameter in wrapped.named_parameters() if parameter.is_meta]
+    if not on_meta:
+        yield data
         return
     real = next((name for name, parameter in wrapped.named_parameters() if not parameter.is_meta), None)
     if real is not None:
@@ -96,15 +101,27 @@ def _all_on_meta(wrapped: nn.Module) -> Iterator[bool]:
             f"parameter {real.removeprefix(MODEL_PART + '.')!r} has values and others are on meta",
             hint="Build the whole model and its loss inside 'with roost.deferred_init():', or none of it.",
         )
-    buffers = [(part, name, item) for part in wrapped.modules() for name, item in part._buffers.items() if item is not None]
-    on_meta = {id(item): item.to("meta") for _, _, item in buffers}
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    found: list[tuple[dict[str, Any], str, Any]] = []
+    fakes: dict[int, Tensor] = {}
     try:
-        for part, name, item in buffers:
-            part._buffers[name] = on_meta[id(item)]
-        yield True
+        for part in wrapped.modules():
+            homes: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+            for tensors in homes:
+                for name, item in list(tensors.items()):
+                    if item is not None:
+                        found.append((tensors, name, item))
+                        tensors[name] = fakes.setdefault(id(item), _fake(mode, item))
+        yield tuple(mode.from_tensor(item) for item in data)
     finally:
-        for part, name, item in buffers:
-            part._buffers[name] = item
+        for tensors, name, item in found:
+            tensors[name] = item
+
+
+def _fake(mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(fake, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ MIN_REPEATS = 3
 SPLIT_STAGES = 4
 """Stages that the model is cut in to see what a stage costs beside its units."""
 UPDATE_STEPS = 3
+CALL_S = 1e-5
+"""What calling an operation costs beside its work, in an estimate: tens of microseconds with autograd on common machines."""
 UPDATE_PASSES = 5
 """Tensors of a parameter's size that an update touches: parameter, gradient, new parameter, and two of an optimizer such as AdamW."""
 UPDATE_GRADIENT = 1e-3
@@ -119,8 +121,8 @@ def estimate(
     """Return the costs of `captured` for a micro-batch like `inputs` and `labels` without running it: for models too large to run here.
 
     Operations and bytes are counted on meta tensors, which takes no memory. A forward takes what its products and convolutions
-    cost at `reference_flop_per_s` and, if that is longer, what reading and writing its values costs at `bytes_per_s`; a backward
-    takes twice that; an update touches UPDATE_PASSES tensors of the parameters' size.
+    cost at `reference_flop_per_s` and, if that is longer, what reading and writing its values costs at `bytes_per_s`, and
+    CALL_S per operation; a backward takes twice that; an update touches UPDATE_PASSES tensors of the parameters' size.
     """
     graph = captured.graph
     data = tuple(item.to("meta") for item in (*inputs, *labels))
@@ -132,7 +134,8 @@ def estimate(
     for index, program in enumerate(programs):
         owned = sum(record.nbytes for record in program.tensors if record.trainable)
         moved = sum(record.nbytes for record in (*program.tensors, *program.shared)) + 2 * counts[index].saved_bytes
-        forward = max(counts[index].flop / reference_flop_per_s, moved / bytes_per_s)
+        calls = sum(node.op not in FREE_OPS for node in graph.nodes[program.start : program.stop])
+        forward = max(counts[index].flop / reference_flop_per_s, moved / bytes_per_s) + CALL_S * calls
         seconds = (forward, 2 * forward, UPDATE_PASSES * owned / bytes_per_s)
         units.append(_unit(graph, programs, index, counts[index], seconds, sizes))
     return ModelProfile(
@@ -234,6 +237,7 @@ class _Pass:
         self._programs = programs
         self._data = data
         self._tensors = {name: item.clone().requires_grad_(name in trainable) for name, item in captured.tensors.items()}
+        self._device = data[0].device
         self._received: list[dict[int, Tensor]] = []
         self._sent: list[dict[int, Tensor]] = []
         self.owned_storages = {_storage_id(item) for item in self._tensors.values()}
@@ -261,7 +265,7 @@ class _Pass:
             own = {record.name: self._tensors[record.name] for record in (*program.tensors, *program.shared)}
 
             def run(program: StageProgram = program, values: dict[int, Tensor] = values, own: dict[str, Tensor] = own) -> dict[int, Tensor]:
-                return program.run(values, own, training=True)
+                return program.run(values, own, training=True, device=self._device)
 
             self._rest()
             begin = time.thread_time()

@@ -51,24 +51,36 @@ class StageProgram:
     numbers: dict[int, ValueKind]
     """Received and sent values that are numbers at run time; they travel as tensors without dimensions."""
 
-    def run(self, values: Mapping[int, Tensor], tensors: Mapping[str, Tensor], *, training: bool) -> dict[int, Tensor]:
+    def run(
+        self, values: Mapping[int, Tensor], tensors: Mapping[str, Tensor], *, training: bool, device: torch.device | None = None
+    ) -> dict[int, Tensor]:
         """Return every value this stage sends, and on the last stage the loss and, in evaluation, the metric.
 
         `values` are the received values by number; `tensors` the parameters and buffers of `tensors` and `shared` by name.
         In training, received values in `differentiable` are made to require a gradient (pass leaves, their `.grad` then holds
         it after a backward), and buffers such as batch-norm statistics are changed in place as the eager model does.
-        In evaluation nothing is changed and no gradient is recorded.
+        In evaluation nothing is changed and no gradient is recorded. `device` is where the stage computes; None: where its tensors
+        are, or else what it received.
         """
+        place = self._device_of(values, tensors) if device is None else device
         if not training:
             with torch.no_grad():
-                return self._run(self.evaluation_schedule, values, tensors)
+                return self._run(self.evaluation_schedule, values, tensors, place)
         for number in self.training_schedule.received_leaves:
-            if not values[number].requires_grad:
+            # A whole number behind an operation that passes gradients on may be among them: what it is made from decides.
+            if values[number].is_floating_point() and not values[number].requires_grad:
                 values[number].requires_grad_()
-        return self._run(self.training_schedule, values, tensors)
+        return self._run(self.training_schedule, values, tensors, place)
 
-    def _run(self, schedule: Schedule, values: Mapping[int, Tensor], tensors: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        results = execute(schedule, values, tensors)
+    def _device_of(self, values: Mapping[int, Tensor], tensors: Mapping[str, Tensor]) -> torch.device:
+        """Return where the stage's tensors are, or else what it received; numbers travel as tensors on the CPU and say nothing."""
+        received = (tensor for number, tensor in values.items() if number not in self.numbers)
+        return next((tensor.device for source in (tensors.values(), received) for tensor in source), torch.device("cpu"))
+
+    def _run(
+        self, schedule: Schedule, values: Mapping[int, Tensor], tensors: Mapping[str, Tensor], device: torch.device
+    ) -> dict[int, Tensor]:
+        results = execute(schedule, values, tensors, device)
         return {number: self._as_tensor(number, value) for number, value in results}
 
     def _as_tensor(self, number: int, value: object) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 from roost.capture.analysis import GraphAnalysis
 from roost.capture.arguments import Argument, ValueRef, references, to_torch
 from roost.capture.graph import Graph, GraphNode
-from roost.capture.ops import CREATES_TENSORS, EVALUATION_SETTINGS, resolve
+from roost.capture.ops import CREATES_TENSORS, EVALUATION_SETTINGS
+from roost.capture.safe_calls import callable_of
 from roost.capture.signatures import ValueKind, signature_of
 from roost.errors import GraphFormatError
 
@@ -61,8 +62,11 @@ class Schedule:
     """Numbers of received values that carry a gradient."""
 
 
-def execute(schedule: Schedule, values: Mapping[int, Tensor], tensors: Mapping[str, Tensor]) -> list[tuple[int, Any]]:
-    """Run the steps and return (value number, result) for every result. Raises GraphFormatError if a list has another length."""
+def execute(schedule: Schedule, values: Mapping[int, Tensor], tensors: Mapping[str, Tensor], device: torch.device) -> list[tuple[int, Any]]:
+    """Run the steps and return (value number, result) for every result. Raises GraphFormatError if a list has another length.
+
+    Tensors that are made from nothing, such as ranges, are made on `device`.
+    """
     slots = list(schedule.template)
     for slot, name in schedule.tensor_slots:
         slots[slot] = tensors[name]
@@ -70,7 +74,7 @@ def execute(schedule: Schedule, values: Mapping[int, Tensor], tensors: Mapping[s
         slots[slot] = values[number]
     for slot, kind in schedule.number_slots:
         slots[slot] = int(slots[slot]) if kind is ValueKind.INTEGER else float(slots[slot])
-    slots[DEVICE_SLOT] = _device_of(values, tensors)
+    slots[DEVICE_SLOT] = device
     for step in schedule.steps:
         for target, gather in step.lists:
             slots[target] = list(gather(slots))
@@ -90,13 +94,6 @@ def execute(schedule: Schedule, values: Mapping[int, Tensor], tensors: Mapping[s
         # Otherwise this name would keep a freed value alive during the next step.
         result = None
     return [(number, slots[slot]) for number, slot in schedule.results]
-
-
-def _device_of(values: Mapping[int, Tensor], tensors: Mapping[str, Tensor]) -> torch.device:
-    for source in (tensors, values):
-        for tensor in source.values():
-            return tensor.device
-    return torch.device("cpu")
 
 
 @dataclass
@@ -195,7 +192,7 @@ def _compile_step(draft: _Draft, node: GraphNode, ending: Iterable[int]) -> Step
         keywords.append(("device", DEVICE_SLOT))
     return Step(
         op=node.op,
-        call=resolve(node.op),
+        call=callable_of(node.op),
         lists=tuple(lists),
         gather=_getter(arguments),
         keywords=tuple(keywords),
