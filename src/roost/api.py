@@ -108,6 +108,10 @@ class Job:
     weights: str | Path | None = None
     """Initial weights: a safetensors file, or a folder with model.safetensors or its shards and their index; None: those the model
     has, or would have been given had it not been built inside `roost.deferred_init()`."""
+    weights_cast: bool = False
+    """Convert floating-point tensors of `weights` to the model's dtype; otherwise another dtype is an error."""
+    weights_strict: bool = True
+    """Refuse `weights` with tensors that the model has not."""
     optimizer: str = "AdamW"
     """A class of torch.optim by name."""
     optimizer_args: Mapping[str, ArgumentValue] = field(default_factory=dict)
@@ -391,7 +395,13 @@ def _named(name: str, arguments: Mapping[str, ArgumentValue | list[float]]) -> N
 def _weights(job: Job, captured: Captured, checkpoint: Checkpoint | None) -> TensorSource:
     """Return where the nodes' initial weights come from: the checkpoint that is resumed, the job's `weights`, or the model."""
     if checkpoint is None:
-        return source_of(job.model, captured.tensors, checkpoint=None if job.weights is None else Path(job.weights))
+        return source_of(
+            job.model,
+            captured.tensors,
+            checkpoint=None if job.weights is None else Path(job.weights),
+            cast=job.weights_cast,
+            strict=job.weights_strict,
+        )
     kept = {name: tensor for name, tensor in captured.tensors.items() if name not in captured.extras}
     checkpoint.check_model(spec_of(name, tensor) for name, tensor in kept.items())
     return MemoryTensors({**captured.tensors, **{name: checkpoint.model[name] for name in kept}})

@@ -50,7 +50,8 @@ JOB = """
 with contextlib.nullcontext() if "eager" in sys.argv else roost.deferred_init():
     model = Reader()
 data = [[1 + (row + place) % 29 for place in range(3 + row % 9)] for row in range(40)]
-job = roost.Job(model=model, data=data, collate=collate, validation=data[:10], batch_size=8, micro_batch_size=4, epochs=2, checkpoint_dir="out")
+settings = {"batch_size": 8, "micro_batch_size": 4, "epochs": 2, "checkpoint_dir": "out"}
+job = roost.Job(model=model, data=data, collate=collate, validation=data[:10], **settings)
 roost.train(job, roost.local(2)).wait()
 """
 
