@@ -151,6 +151,10 @@ class PlanningConfig:
         require(0 < self.effort <= 100, f"effort {self.effort} must be in (0, 100]")
 
 
+MAX_LATENCY_S = 5.0
+"""The longest distance that is emulated; deadlines are longer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TransportConfig:
     """Limits and deadlines of one endpoint."""
@@ -171,6 +175,8 @@ class TransportConfig:
     """Seconds between keepalive pings, and to wait for their answer."""
     uplink_bytes_per_s: float = 0.0
     """Emulated limit on what this endpoint sends; 0 means none."""
+    latency_s: float = 0.0
+    """Emulated seconds by which everything arrives later here."""
 
     def __post_init__(self) -> None:
         require(self.max_message_bytes > 0 and self.max_header_bytes > 0, "message limits must be positive")
@@ -178,6 +184,7 @@ class TransportConfig:
         deadlines = (self.connect_s, self.send_s, self.call_s, self.keepalive_s)
         require(all(math.isfinite(d) and d > 0 for d in deadlines), "deadlines must be positive")
         require(math.isfinite(self.uplink_bytes_per_s) and self.uplink_bytes_per_s >= 0, "uplink_bytes_per_s must not be negative")
+        require(0 <= self.latency_s <= MAX_LATENCY_S, f"latency_s must be in 0..{MAX_LATENCY_S:.0f}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +239,8 @@ class AgentConfig:
     """Emulated slowness: compute is paced by sleeping so that it runs at this fraction of the machine's speed."""
     uplink_bytes_per_s: float = 0.0
     """Emulated uplink; 0 means as fast as the network is."""
+    latency_s: float = 0.0
+    """Emulated distance: seconds by which everything arrives later at this node."""
 
     def __post_init__(self) -> None:
         check_identifier(self.node_id, "node name")
@@ -241,6 +250,7 @@ class AgentConfig:
         require(self.memory_bytes >= 0, "memory must not be negative")
         require(0 < self.relative_speed <= 1, f"relative_speed must be in (0, 1], not {self.relative_speed}")
         require(math.isfinite(self.uplink_bytes_per_s) and self.uplink_bytes_per_s >= 0, "uplink must not be negative")
+        require(0 <= self.latency_s <= MAX_LATENCY_S, f"latency must be in 0..{MAX_LATENCY_S:.0f} s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +267,8 @@ class NodeOptions:
     """CPU threads."""
     uplink_mbit: float = 0.0
     """Emulated uplink in Mbit/s; 0 means none."""
+    latency_ms: float = 0.0
+    """Emulated distance: milliseconds by which everything arrives later at this node."""
     extra: tuple[str, ...] = field(default=())
     """Further arguments for 'roost join'."""
 
@@ -267,6 +279,7 @@ class NodeOptions:
         require(0 < self.relative_speed <= 1, f"relative_speed must be in (0, 1], not {self.relative_speed}")
         require(self.threads > 0, "threads must be positive")
         require(self.uplink_mbit >= 0, "uplink_mbit must not be negative")
+        require(0 <= self.latency_ms <= 1e3 * MAX_LATENCY_S, f"latency_ms must be in 0..{1e3 * MAX_LATENCY_S:.0f}")
 
 
 _SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -79,7 +79,7 @@ async def _serve(config: AgentConfig, directory: Path, *, address: str, token: s
     profile = await asyncio.to_thread(profile_node, config)
     transport = GrpcTransport(
         enrolment.credentials,
-        config=TransportConfig(uplink_bytes_per_s=config.uplink_bytes_per_s),
+        config=TransportConfig(uplink_bytes_per_s=config.uplink_bytes_per_s, latency_s=config.latency_s),
         host=config.host or host_towards(enrolment.coordinator.address),
         port=config.port,
     )

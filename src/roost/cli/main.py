@@ -89,6 +89,7 @@ def join(
     port: Annotated[int, typer.Option(help="Port to listen on; default: a free one.")] = 0,
     relative_speed: Annotated[float, typer.Option(help="Emulate a slower machine: fraction of this one's speed.")] = 1.0,
     uplink_mbit: Annotated[float, typer.Option(help="Emulate a slower uplink, in Mbit/s.")] = 0.0,
+    latency_ms: Annotated[float, typer.Option(help="Emulate a distance: everything arrives so much later here.")] = 0.0,
     state_dir: Annotated[Path | None, typer.Option(help="Where this node's key and certificate are kept.")] = None,
     verbose: Verbose = False,
     exit_with_parent: ExitWithParent = False,
@@ -111,6 +112,7 @@ def join(
         memory_bytes=parse_bytes(memory),
         relative_speed=relative_speed,
         uplink_bytes_per_s=uplink_mbit * 1e6 / 8,
+        latency_s=latency_ms / 1e3,
     )
     command.run(config, address=address, token=token or os.environ.get("ROOST_TOKEN", ""), exit_with_parent=exit_with_parent)
 

@@ -149,6 +149,7 @@ class Link:
             self._meter.received(len(frame))
             complete = assembler.feed(frame)
         self._meter.message_received()
+        await asyncio.sleep(self._config.latency_s)
         # The call ends cleanly if its end is read, and the reply counts however it ends.
         with contextlib.suppress(*RPC_ERRORS):
             if await rpc.read() is not grpc.aio.EOF:

@@ -20,6 +20,7 @@ from roost.transport.dispatch import answer, check_role, deliver, failed_from
 from roost.transport.framing import MAX_FRAME_BYTES, Assembler, pack
 from roost.transport.grpc_options import SERVICE
 from roost.transport.interface import Handler, ReceivedBuffer, Sender
+from roost.transport.latency import DelayLine, Read
 from roost.transport.meter import Meter
 
 logger = logging.getLogger(__name__)
@@ -72,19 +73,29 @@ class GrpcService:
             sender = self._admit(context)
             await context.send_initial_metadata(())
             self._streams.add(context)
-            assembler = Assembler(self._config, accept=functools.partial(check_role, sender))
-            while (frame := await context.read()) is not grpc.aio.EOF:
-                message = self._take(assembler, frame)
-                if message is not None:
-                    broken = await self._run(deliver(self._handler, self._own_id, sender, *message))
-                    if broken is not None:
-                        raise broken
-            if not assembler.idle:
-                raise MalformedMessageError(f"{sender.peer_id} ended a stream in the middle of a message")
+            if self._config.latency_s == 0:
+                await self._read_stream(context.read, sender)
+                return
+            line = DelayLine(context.read, self._config.latency_s)
+            try:
+                await self._read_stream(line.read, sender)
+            finally:
+                line.close()
         except RoostError as error:
             await self._close_with(context, error)
         finally:
             self._streams.discard(context)
+
+    async def _read_stream(self, read: Read, sender: Sender) -> None:
+        assembler = Assembler(self._config, accept=functools.partial(check_role, sender))
+        while (frame := await read()) is not grpc.aio.EOF:
+            message = self._take(assembler, frame)
+            if message is not None:
+                broken = await self._run(deliver(self._handler, self._own_id, sender, *message))
+                if broken is not None:
+                    raise broken
+        if not assembler.idle:
+            raise MalformedMessageError(f"{sender.peer_id} ended a stream in the middle of a message")
 
     async def _on_call(self, _requests: Any, context: Any) -> None:
         try:
@@ -96,6 +107,7 @@ class GrpcService:
                 if frame is grpc.aio.EOF:
                     raise MalformedMessageError(f"{sender.peer_id} ended a call in the middle of its message")
                 message = self._take(assembler, frame)
+            await asyncio.sleep(self._config.latency_s)
             reply, buffers = await self._run(answer(self._handler, self._own_id, sender, *message))
             for frame in pack(reply, buffers, self._config).frames(self._config.frame_bytes):
                 await self._meter.sending(len(frame))
