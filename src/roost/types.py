@@ -82,9 +82,13 @@ class TensorSpec:
     name: str
     dtype: str
     shape: tuple[int, ...]
+    order: tuple[int, ...] = ()
+    """The dimensions from the outermost in memory to the innermost; empty for row-major order."""
 
     def __post_init__(self) -> None:
         _check_tensor(self.name, self.dtype, self.shape)
+        known = not self.order or sorted(self.order) == list(range(len(self.shape)))
+        _require(known, f"tensor {self.name!r}: {self.order} is not an order of {len(self.shape)} dimensions")
 
     @property
     def nbytes(self) -> int:

@@ -12,10 +12,13 @@ from roost import messages as m
 from roost.agent.assignment import Assignment
 from roost.agent.compute import ComputeThread
 from roost.agent.stage_driver import StageDriver
+from roost.capture.bounded import bounded
 from roost.capture.cut import cut
 from roost.capture.graph_format import from_bytes
 from roost.capture.program import StageProgram
-from roost.errors import MalformedMessageError
+from roost.capture.sizes import check_sizes, data_shapes
+from roost.config import format_bytes
+from roost.errors import GraphFormatError, MalformedMessageError
 from roost.pipeline.stage_runner import StageRunner
 from roost.pipeline.tensor_bytes import from_buffer
 from roost.transport.interface import Transport
@@ -34,11 +37,16 @@ async def build_stage(
     transport: Transport,
     compute: ComputeThread,
     device: str,
+    memory_bytes: int,
     on_failure: Callable[[BaseException], None],
 ) -> StageDriver:
-    """Return a driver whose stage holds its initial tensors. Raises RoostError if the requester sends something else."""
+    """Return a driver whose stage holds its initial tensors. Raises RoostError if the requester sends something else.
+
+    `memory_bytes` is what this node lends: before any tensor is fetched, a graph is refused (GraphFormatError) that has a value
+    in this stage which takes more.
+    """
     graph_bytes = await _fetch_graph(assignment, transport)
-    programs = await asyncio.to_thread(_cut_graph, graph_bytes, assignment.boundaries)
+    programs = await asyncio.to_thread(_cut_graph, graph_bytes, assignment, memory_bytes)
     program = programs[assignment.stage.index]
     later_draw = any(other.draws_random for other in programs[assignment.stage.index + 1 :])
     records = program.tensors + program.shared
@@ -77,8 +85,21 @@ async def build_stage(
     )
 
 
-def _cut_graph(data: bytes, boundaries: tuple[int, ...]) -> tuple[StageProgram, ...]:
-    return cut(from_bytes(data), boundaries)
+def _cut_graph(data: bytes, assignment: Assignment, memory_bytes: int) -> tuple[StageProgram, ...]:
+    """Return the cluster's stages; this node's own one looks at the shapes of whatever arrives before it computes."""
+    graph = from_bytes(data)
+    programs = list(cut(graph, assignment.boundaries))
+    own = programs[assignment.stage.index]
+    for record in (*own.tensors, *own.shared):
+        if record.nbytes > memory_bytes:
+            size, memory = format_bytes(record.nbytes), format_bytes(memory_bytes)
+            raise GraphFormatError(f"tensor {record.name!r} takes {size}, this node has {memory}")
+    shapes = data_shapes(graph, assignment.config.micro_batch_size)
+    # Where lengths vary, only what arrives can tell.
+    if shapes is not None:
+        check_sizes(graph, shapes, memory_bytes, nodes=range(own.start, own.stop))
+    programs[assignment.stage.index] = bounded(own, graph, memory_bytes)
+    return tuple(programs)
 
 
 async def _fetch_graph(assignment: Assignment, transport: Transport) -> bytes:

@@ -155,6 +155,7 @@ class Agent:
                 transport=self._transport,
                 compute=self._compute,
                 device=self._config.device,
+                memory_bytes=self._profile.memory_bytes,
                 on_failure=lambda error: self._stage_failed(assignment, error),
             ),
             name=f"build-{assignment.job_id}",

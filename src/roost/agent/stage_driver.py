@@ -22,7 +22,7 @@ from roost.agent.ring_driver import RingDriver
 from roost.errors import MalformedMessageError, RoostError, StageFailedError
 from roost.pipeline.program_interface import RunnableProgram
 from roost.pipeline.stage_runner import StageRunner, add_gradients
-from roost.pipeline.tensor_bytes import from_buffer, spec_of, to_buffer
+from roost.pipeline.tensor_bytes import from_buffer, ordered_spec_of, spec_of, to_buffer
 from roost.protocol import pipeline_schedule as schedules
 from roost.transport.interface import Buffer, Transport
 from roost.types import EvaluationResult, MicroBatch, StageMetrics, TensorSpec
@@ -239,16 +239,16 @@ class StageDriver:
         for target in sorted(self._targets):
             values = {value: outputs[value] for value in self._program.sends.get(target, ())}
             carries = rng is not None and target == index + 1
-            buffers = [to_buffer(tensor) for tensor in values.values()]
+            specs = _value_specs(values)
             message = m.Activation(
                 job_id=self.assignment.job_id,
                 source_stage=index,
                 micro_batch=micro_batch,
-                values=_specs(values),
+                values=specs,
                 rng=carries,
             )
             state = [to_buffer(rng)] if carries and rng is not None else []
-            self._outbox.put(self.assignment.peer_of_stage(target), message, state + buffers)
+            self._outbox.put(self.assignment.peer_of_stage(target), message, state + _buffers(specs, values))
 
     async def _backward(self, micro_batch: MicroBatch) -> None:
         by_stage = self._gradients.pop(micro_batch.number, {})
@@ -259,14 +259,15 @@ class StageDriver:
             self._send_gradient(source, micro_batch.number, result.get(source, {}), evaluation=False)
 
     def _send_gradient(self, source: int, number: int, values: Mapping[int, Tensor], *, evaluation: bool) -> None:
+        specs = _value_specs(values)
         message = m.Gradient(
             job_id=self.assignment.job_id,
             source_stage=self.assignment.stage.index,
             micro_batch=number,
-            values=_specs(values),
+            values=specs,
             evaluation=evaluation,
         )
-        self._outbox.put(self.assignment.peer_of_stage(source), message, [to_buffer(tensor) for tensor in values.values()])
+        self._outbox.put(self.assignment.peer_of_stage(source), message, _buffers(specs, values))
 
     async def _evaluate(self, micro_batch: MicroBatch) -> None:
         arrivals = self._arrivals.pop(micro_batch.number)
@@ -385,3 +386,11 @@ def failure_of(error: BaseException, node_id: str) -> RoostError:
     if isinstance(error, RoostError):
         return error
     return StageFailedError(f"node {node_id}: {type(error).__name__}: {error}")
+
+
+def _value_specs(values: Mapping[int, Tensor]) -> tuple[TensorSpec, ...]:
+    return tuple(ordered_spec_of(str(number), tensor) for number, tensor in values.items())
+
+
+def _buffers(specs: Sequence[TensorSpec], values: Mapping[int, Tensor]) -> list[memoryview]:
+    return [to_buffer(tensor, spec.order) for spec, tensor in zip(specs, values.values(), strict=True)]

@@ -80,9 +80,9 @@ class GraphAnalysis:
             return value
 
         for node, effects in zip(self.graph.nodes, self.effects, strict=True):
-            for other in effects.viewed:
-                for output in node.outputs:
-                    low, high = sorted((find(other), find(output)))
+            if effects.viewed:
+                for value in (*effects.viewed[1:], *node.outputs):
+                    low, high = sorted((find(effects.viewed[0]), find(value)))
                     parent[high] = low
         return tuple(find(value) for value in range(len(parent)))
 
@@ -180,38 +180,70 @@ class GraphAnalysis:
 
     def _from_parameters(self) -> set[int]:
         first = self.graph.data_inputs
-        marked = {first + index for index, tensor in enumerate(self.graph.tensors) if tensor.trainable}
-        before = -1
-        while len(marked) != before:
-            before = len(marked)
-            for node, effects in zip(self.graph.nodes, self.effects, strict=True):
-                if node.op in NO_GRADIENT or not any(number in marked for number in node.uses):
-                    continue
-                for uses, outputs in _gradient_paths(node):
-                    if any(number in marked for number in uses):
-                        marked.update(outputs)
-                for value in effects.written if not effects.hidden else ():
-                    marked.update(number for number in self.members[self.memory[value]] if self._may_get_gradient(number))
-        return marked
+        ways = _Ways()
+        for node, effects in zip(self.graph.nodes, self.effects, strict=True):
+            if node.op in NO_GRADIENT:
+                continue
+            for uses, outputs in _gradient_paths(node):
+                ways.add(uses, outputs)
+            for value in effects.written if not effects.hidden else ():
+                ways.add(node.uses, self._changed_with(self.memory[value]))
+        return ways.reach(first + index for index, tensor in enumerate(self.graph.tensors) if tensor.trainable)
+
+    def _changed_with(self, memory: int) -> tuple[int, ...]:
+        if memory not in self._changed:
+            self._changed[memory] = tuple(number for number in self.members[memory] if self._may_get_gradient(number))
+        return self._changed[memory]
+
+    @cached_property
+    def _changed(self) -> dict[int, tuple[int, ...]]:
+        return {}
 
     def _may_get_gradient(self, value: int) -> bool:
         position = self.graph.producers[value]
         return position >= 0 and not self.graph.nodes[position].op.startswith("aten.detach")
 
     def _towards_loss(self) -> set[int]:
-        marked = {self.graph.loss}
-        before = -1
-        while len(marked) != before:
-            before = len(marked)
-            for memory, values in self.members.items():
-                if memory not in self.written_buffers and any(value in marked for value in values):
-                    marked.update(values)
-            for node in reversed(self.graph.nodes):
-                if node.op in NO_GRADIENT or not any(number in marked for number in node.outputs):
-                    continue
+        ways = _Ways()
+        for memory, values in self.members.items():
+            if memory not in self.written_buffers:
+                ways.add(values, tuple(values))
+        for node in self.graph.nodes:
+            if node.op not in NO_GRADIENT:
                 for uses, outputs in _gradient_paths(node):
-                    if any(number in marked for number in outputs):
-                        marked.update(uses)
+                    ways.add(outputs, uses)
+        return ways.reach([self.graph.loss])
+
+
+class _Ways:
+    """Which values a gradient gets to from which. Every way is walked once, however values depend on each other."""
+
+    def __init__(self) -> None:
+        self._targets: list[tuple[int, ...]] = []
+        self._from: dict[int, list[int]] = {}
+        self._known: dict[int, int] = {}
+
+    def add(self, sources: Iterable[int], targets: tuple[int, ...]) -> None:
+        """From any of `sources`, all of `targets` are reached."""
+        # Many writes to one memory reach the same tuple of values: it is walked once as well.
+        position = self._known.setdefault(id(targets), len(self._targets))
+        if position == len(self._targets):
+            self._targets.append(targets)
+        for source in sources:
+            self._from.setdefault(source, []).append(position)
+
+    def reach(self, starts: Iterable[int]) -> set[int]:
+        """Return everything that is reached from `starts`, those included."""
+        marked = set(starts)
+        pending = list(marked)
+        walked: set[int] = set()
+        while pending:
+            for position in self._from.get(pending.pop(), ()):
+                if position not in walked:
+                    walked.add(position)
+                    fresh = set(self._targets[position]) - marked
+                    marked |= fresh
+                    pending.extend(fresh)
         return marked
 
 

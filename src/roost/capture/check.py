@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from roost.capture.export import Captured
 from roost.capture.rehearsal import Rehearsal
+from roost.capture.repeatability import line_that_changes
 from roost.capture.tracing import CallLayout, Loss
 from roost.errors import CaptureMismatchError
 
@@ -192,9 +193,10 @@ def _unrepeatable(eager: _Eager, captured: Captured, data: Sequence[Tensor], see
         again = eager.loss_of(data, seed).cpu()
     if torch.equal(again, first) or (bool(again.isnan()) and bool(first.isnan())):
         return ""
+    where = line_that_changes(eager.model, eager.loss, data, eager.layout)
     return (
         f"The eager model itself gives another loss when it runs twice with one seed ({float(first):.6g}, then {float(again):.6g}): "
-        "it draws random numbers that do not come from torch (numpy.random, random), or keeps state between calls."
+        f"it computes with the time or with random numbers that do not come from torch, or keeps state between calls{where}."
     )
 
 

@@ -14,19 +14,23 @@ from functools import cached_property
 import torch
 
 from roost.capture.arguments import DTYPES, Argument, DtypeName, MemoryFormatName, ValueRef, references
+from roost.capture.ops import INTEGER_OUTPUTS, NO_GRADIENT
 from roost.capture.signatures import MAX_LIST, MAX_OUTPUTS, ValueKind, check_call, result_kind, signature_of
 from roost.errors import GraphFormatError, InvalidConfigError
 from roost.types import TensorKind, TensorRecord, TensorSpec
 
 FORMAT_VERSION = 2
-MAX_NODES = 200_000
+MAX_NODES = 50_000
 MAX_VALUES = 1_000_000
 MAX_INPUTS = 1024
 MAX_TENSORS = 100_000
 MAX_NAME = 512
+MAX_NAME_PARTS = 32
 MAX_LABEL = 200
 MAX_DEPTH = 4
 
+_MODULE_ATTRIBUTES = frozenset(dir(torch.nn.Module()))
+"""What every module has: no tensor can be called so."""
 _NAME_PART = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+", re.ASCII)
 
 
@@ -91,6 +95,7 @@ class Graph:
         for what, value in (("loss", self.loss), ("metric", self.metric)):
             if value is not None and not (self.first_result <= value < self.values and self.kinds[value] is ValueKind.TENSOR):
                 raise GraphFormatError(f"graph {self.name!r}: the {what} is not the result of a node")
+        _check_loss(self)
 
     @property
     def data_inputs(self) -> int:
@@ -164,10 +169,10 @@ def _check_data(graph: Graph) -> None:
 
 def check_tensor_name(name: str) -> None:
     """Raise GraphFormatError unless `name` is identifiers or digits joined by dots, none of them an attribute of nn.Module."""
-    parts = name.split(".")
-    if len(name) > MAX_NAME or not all(_NAME_PART.fullmatch(part) for part in parts):
+    parts = name.split(".") if len(name) <= MAX_NAME else []
+    if not 0 < len(parts) <= MAX_NAME_PARTS or not all(_NAME_PART.fullmatch(part) for part in parts):
         raise GraphFormatError(f"tensor name {name[:80]!r} must be identifiers or digits joined by dots")
-    taken = next((part for part in parts if hasattr(torch.nn.Module, part)), None)
+    taken = next((part for part in parts if part in _MODULE_ATTRIBUTES), None)
     if taken is not None:
         raise GraphFormatError(f"tensor name {name[:80]!r}: {taken!r} is an attribute of every module")
 
@@ -206,6 +211,12 @@ def _check_nodes(graph: Graph) -> None:
         kinds.extend(kind for _ in node.outputs)
         if len(kinds) > MAX_VALUES:
             raise GraphFormatError(f"graph {graph.name!r} has more than {MAX_VALUES} values")
+
+
+def _check_loss(graph: Graph) -> None:
+    node = graph.nodes[graph.producers[graph.loss]]
+    if node.op in NO_GRADIENT or graph.loss - node.outputs[0] in INTEGER_OUTPUTS.get(node.op, ()):
+        raise GraphFormatError(f"graph {graph.name!r}: no gradient can flow from the loss, a result of {node.op}")
 
 
 def _check_node(node: GraphNode, kinds: list[ValueKind]) -> None:

@@ -7,11 +7,13 @@ import math
 from typing import Any
 
 from roost.capture.arguments import Argument, DtypeName, MemoryFormatName, ValueRef
-from roost.capture.graph import FORMAT_VERSION, MAX_DEPTH, DataRecord, Graph, GraphNode
+from roost.capture.graph import FORMAT_VERSION, MAX_DEPTH, MAX_NODES, MAX_TENSORS, DataRecord, Graph, GraphNode
+from roost.capture.signatures import MAX_LIST
 from roost.errors import GraphFormatError, InvalidConfigError
 from roost.types import TensorKind, TensorRecord
 
-MAX_GRAPH_BYTES = 64 << 20
+MAX_GRAPH_BYTES = 4 << 20
+"""Ten times the largest graph of a real model. What JSON says in a byte can take Python 30 bytes and a third of a microsecond to hold."""
 
 _GRAPH_FIELDS = frozenset({"format", "torch", "name", "data", "inputs", "tensors", "nodes", "loss", "metric"})
 
@@ -46,13 +48,14 @@ def from_bytes(data: bytes) -> Graph:
     if len(data) > MAX_GRAPH_BYTES:
         raise GraphFormatError(f"a graph of {len(data)} bytes is over the limit of {MAX_GRAPH_BYTES}")
     try:
-        raw = json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
+        # Decoded here: given bytes, json would also take UTF-16, UTF-32 and half surrogate pairs.
+        raw = json.loads(data.decode(), parse_constant=_refuse_constant, object_pairs_hook=_unique_keys)
     except (ValueError, RecursionError) as error:
-        raise GraphFormatError(f"the graph is not JSON: {str(error)[:120]}") from error
+        raise GraphFormatError(f"the graph is not JSON: {_shown(str(error), 120)}") from error
     if not isinstance(raw, dict) or "format" not in raw:
         raise GraphFormatError("the graph has no format version")
     if type(raw["format"]) is not int or raw["format"] != FORMAT_VERSION:
-        raise GraphFormatError(f"the graph has format {str(raw['format'])[:40]}, this version of roost reads {FORMAT_VERSION}")
+        raise GraphFormatError(f"the graph has format {_shown(raw['format'])}, this version of roost reads {FORMAT_VERSION}")
     if raw.keys() != _GRAPH_FIELDS:
         raise GraphFormatError(f"the graph must have exactly the fields {sorted(_GRAPH_FIELDS)}")
     return Graph(
@@ -60,8 +63,8 @@ def from_bytes(data: bytes) -> Graph:
         torch_version=_string(raw["torch"], "torch"),
         data=tuple(_data_from_json(item) for item in _list(raw["data"], "data")),
         inputs=_integer(raw["inputs"], "inputs"),
-        tensors=tuple(_tensor_from_json(item) for item in _list(raw["tensors"], "tensors")),
-        nodes=tuple(_node_from_json(item) for item in _list(raw["nodes"], "nodes")),
+        tensors=tuple(_tensor_from_json(item) for item in _list(raw["tensors"], "tensors", MAX_TENSORS)),
+        nodes=tuple(_node_from_json(item) for item in _list(raw["nodes"], "nodes", MAX_NODES)),
         loss=_integer(raw["loss"], "loss"),
         metric=None if raw["metric"] is None else _integer(raw["metric"], "metric"),
     )
@@ -83,8 +86,8 @@ def _argument_to_json(argument: Argument) -> Any:
 
 def _argument_from_json(raw: Any, depth: int = MAX_DEPTH) -> Argument:
     if isinstance(raw, list):
-        if depth == 0:
-            raise GraphFormatError("an argument is nested too deeply")
+        if depth == 0 or len(raw) > MAX_LIST:
+            raise GraphFormatError("an argument is nested too deeply or too long")
         return tuple(_argument_from_json(item, depth - 1) for item in raw)
     if isinstance(raw, dict):
         return _tagged_from_json(raw)
@@ -148,6 +151,11 @@ def _node_from_json(raw: Any) -> GraphNode:
     )
 
 
+def _shown(raw: Any, length: int = 40) -> str:
+    """Return the start of `raw` as text that any terminal can show and any message can carry."""
+    return (ascii(raw)[1:-1] if isinstance(raw, str) else ascii(raw))[:length]
+
+
 def _string(raw: Any, what: str) -> str:
     if not isinstance(raw, str):
         raise GraphFormatError(f"{what} must be text, not {type(raw).__name__}")
@@ -156,13 +164,15 @@ def _string(raw: Any, what: str) -> str:
 
 def _integer(raw: Any, what: str) -> int:
     if type(raw) is not int or not -(2**63) <= raw < 2**63:
-        raise GraphFormatError(f"{what} must be an integer of 64 bits, not {str(raw)[:40]}")
+        raise GraphFormatError(f"{what} must be an integer of 64 bits, not {_shown(raw)}")
     return raw
 
 
-def _list(raw: Any, what: str) -> list[Any]:
+def _list(raw: Any, what: str, most: int = MAX_LIST) -> list[Any]:
     if not isinstance(raw, list):
         raise GraphFormatError(f"{what} must be a list, not {type(raw).__name__}")
+    if len(raw) > most:
+        raise GraphFormatError(f"{what}: {len(raw)} items, at most {most} are allowed")
     return raw
 
 

@@ -10,6 +10,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from roost.capture.arguments import DTYPE_NAMES
+from roost.capture.lines import user_line_of_stack
 from roost.capture.tracing import MODEL_PART, PART_NAMES, TracedTraining
 from roost.errors import NotCapturableError
 from roost.types import TensorKind, TensorRecord
@@ -53,7 +54,7 @@ def name_tensors(wrapped: TracedTraining, exported: ExportedProgram) -> NamedTen
         if part == MODEL_PART and rest in own:
             canonical[placeholder] = aliases.get(rest, rest)
             continue
-        tensor = _tensor_at(wrapped, exported, target)
+        tensor = _tensor_at(wrapped, exported, target, placeholder)
         known = first_names.get(id(tensor))
         if known is None:
             known = _free_name(rest if part == MODEL_PART else f"{PART_NAMES.get(part, 'constant')}.{rest or part}", own)
@@ -74,13 +75,18 @@ def name_tensors(wrapped: TracedTraining, exported: ExportedProgram) -> NamedTen
     )
 
 
-def _tensor_at(wrapped: TracedTraining, exported: ExportedProgram, target: str) -> Tensor:
+def _tensor_at(wrapped: TracedTraining, exported: ExportedProgram, target: str, placeholder: str) -> Tensor:
     tensor = exported.constants.get(target)
     if tensor is None:
         path, _, attribute = target.rpartition(".")
         tensor = getattr(wrapped.get_submodule(path), attribute)
     if not isinstance(tensor, Tensor):
-        raise NotCapturableError(f"{target!r} is a {type(tensor).__name__}; only tensors can be constants of a model")
+        users = (user for node in exported.graph.nodes if node.name == placeholder for user in node.users)
+        where = next((line for user in users if (line := user_line_of_stack(user.stack_trace))), "")
+        raise NotCapturableError(
+            f"the model uses a {type(tensor).__name__}, and only tensors can be constants of a model{where}",
+            hint="Leave generators of your own out: the job's seed decides what is drawn. Keep other numbers in tensors.",
+        )
     return tensor
 
 

@@ -34,6 +34,16 @@ le.Scalar gt.Tensor gt.Scalar ge.Tensor ge.Scalar logical_and.default logical_or
 bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor __and__.Tensor __or__.Tensor __xor__.Tensor where.self
 where.ScalarSelf where.ScalarOther where.Scalar addcmul.default addcdiv.default lerp.Scalar lerp.Tensor
 lerp_.Scalar lerp_.Tensor
+absolute.default negative.default atan.default asin.default acos.default sinh.default cosh.default asinh.default acosh.default
+atanh.default exp2.default log10.default trunc.default frac.default erfc.default erfinv.default logit.default lgamma.default
+digamma.default sinc.default sgn.default clip.default clip.Tensor clamp_min.Tensor clamp_max.Tensor clamp_.Tensor
+logaddexp.default logaddexp2.default xlogy.Tensor hypot.default copysign.Tensor fmod.Tensor fmod.Scalar fmax.default fmin.default
+multiply.Tensor multiply.Scalar subtract.Tensor subtract.Scalar divide.Tensor divide.Scalar true_divide.Tensor greater.Tensor
+greater.Scalar greater_equal.Tensor greater_equal.Scalar less.Tensor less.Scalar less_equal.Tensor less_equal.Scalar
+not_equal.Tensor not_equal.Scalar round.decimals neg_.default abs_.default log_.default rsqrt_.default reciprocal_.default
+pow_.Scalar pow_.Tensor floor_.default ceil_.default round_.default sub_.Scalar addcmul_.default addcdiv_.default
+logical_not_.default logical_and_.default logical_or_.default bitwise_and_.Tensor bitwise_or_.Tensor nan_to_num_.default
+bitwise_and.Scalar bitwise_or.Scalar masked_scatter.default
 """
 
 _LAYERS = """
@@ -50,6 +60,11 @@ feature_dropout_.default alpha_dropout.default feature_alpha_dropout.default emb
 scaled_dot_product_attention.default softmax.int log_softmax.int _softmax.default _log_softmax.default logsumexp.default
 lstm.input gru.input rnn_tanh.input rnn_relu.input upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec
 upsample_linear1d.vec upsample_bilinear2d.vec upsample_trilinear3d.vec upsample_bicubic2d.vec
+lstm_cell.default gru_cell.default rnn_tanh_cell.default rnn_relu_cell.default
+adaptive_max_pool3d.default grid_sampler.default affine_grid_generator.default _upsample_nearest_exact1d.vec
+_upsample_nearest_exact2d.vec _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa.vec
+addmv.default addbmm.default addr.default ger.default inner.default tensordot.default linalg_vecdot.default linalg_cross.default
+linalg_norm.default cdist.default
 """
 
 _LOSSES = """
@@ -64,7 +79,10 @@ _REDUCTIONS = """
 sum.default sum.dim_IntList mean.default mean.dim var.correction var.default var.dim std.correction std.default std.dim
 var_mean.correction norm.ScalarOpt_dim norm.Scalar amax.default amin.default max.default max.dim max.other min.default min.dim
 min.other argmax.default argmin.default prod.default prod.dim_int cumsum.default cumprod.default any.default any.dim
-all.default all.dim topk.default sort.default argsort.default
+all.default all.dim topk.default sort.default sort.stable argsort.default argsort.stable any.dims all.dims
+nansum.default nanmean.default logcumsumexp.default cummax.default cummin.default median.default median.dim kthvalue.default
+aminmax.default std_mean.correction var_mean.dim var_mean.default std_mean.default count_nonzero.default
+count_nonzero.dim_IntList frobenius_norm.dim trace.default bucketize.Tensor searchsorted.Tensor
 """
 
 _VIEWS = """
@@ -74,12 +92,18 @@ transpose.int permute.default t.default numpy_T.default mT.default mH.default ma
 expand_as.default
 view_as.default reshape_as.default slice.Tensor select.int narrow.default diagonal.default split.Tensor split.sizes
 split_with_sizes.default chunk.default unbind.int movedim.int movedim.intlist swapaxes.default swapdims.default
-unfold.default alias.default detach.default detach_.default cat.default concat.default stack.default repeat.default tile.default
+unfold.default alias.default detach.default detach_.default moveaxis.int moveaxis.intlist adjoint.default
+tensor_split.sections tensor_split.indices ravel.default meshgrid.default meshgrid.indexing
+cat.default concat.default stack.default repeat.default tile.default
 repeat_interleave.self_int roll.default flip.default pad.default constant_pad_nd.default pixel_shuffle.default
 pixel_unshuffle.default channel_shuffle.default im2col.default index.Tensor index_select.default gather.default
 scatter.src scatter.value scatter_add.default index_add.default masked_fill.Scalar masked_fill.Tensor
 masked_fill_.Scalar masked_fill_.Tensor copy_.default fill_.Scalar fill_.Tensor zero_.default one_hot.default
 tril.default triu.default
+tril_.default triu_.default scatter_.src scatter_.value scatter_add_.default scatter_reduce.two index_add_.default
+index_copy.default index_fill.int_Scalar index_put.default index_put_.default take_along_dim.default
+hstack.default vstack.default dstack.default column_stack.default diag.default diag_embed.default rot90.default
+fliplr.default flipud.default slice_scatter.default select_scatter.default col2im.default
 """
 
 _CREATION = """
@@ -87,6 +111,8 @@ arange.default arange.start arange.start_step linspace.default eye.default zeros
 zeros_like.default ones_like.default full_like.default new_zeros.default new_ones.default new_full.default
 scalar_tensor.default lift_fresh_copy.default rand.default randn.default rand_like.default randn_like.default
 bernoulli.default bernoulli.p bernoulli_.float normal_.default uniform_.default clone.default
+bernoulli_.Tensor exponential_.default randint.default randint.low randint_like.default randint_like.low_dtype
+randperm.default multinomial.default tril_indices.default triu_indices.default
 to.dtype to.other type_as.default _to_copy.default sym_size.int
 """
 
@@ -97,6 +123,10 @@ bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor __and__.Tensor __or__.Te
 isinf.default isfinite.default argmax.default argmin.default argsort.default any.default any.dim all.default all.dim
 one_hot.default zeros_like.default ones_like.default full_like.default new_zeros.default new_ones.default
 new_full.default rand_like.default randn_like.default sym_size.int floor_divide.default
+greater.Tensor greater.Scalar greater_equal.Tensor greater_equal.Scalar less.Tensor less.Scalar less_equal.Tensor
+less_equal.Scalar not_equal.Tensor not_equal.Scalar bitwise_and.Scalar bitwise_or.Scalar argsort.stable any.dims all.dims
+count_nonzero.default count_nonzero.dim_IntList bucketize.Tensor searchsorted.Tensor randint_like.default
+randint_like.low_dtype multinomial.default
 """
 
 SCALAR_OPS: dict[str, Callable[[Any, Any], Any]] = {
@@ -131,6 +161,11 @@ CREATES_TENSORS: frozenset[str] = frozenset(
         "scalar_tensor.default",
         "rand.default",
         "randn.default",
+        "randint.default",
+        "randint.low",
+        "randperm.default",
+        "tril_indices.default",
+        "triu_indices.default",
     )
 )
 """Operations without a tensor argument: the stage tells them its device."""
@@ -157,6 +192,9 @@ MAY_RETURN_INPUT: frozenset[str] = frozenset(
         "broadcast_tensors.default",
         "pixel_shuffle.default",
         "pixel_unshuffle.default",
+        "channel_shuffle.default",
+        "meshgrid.default",
+        "meshgrid.indexing",
     )
 )
 """Operations whose result can be their first argument, or a view of it, although their schema does not say so."""
@@ -191,8 +229,16 @@ RANDOM_OPS: frozenset[str] = frozenset(
         "bernoulli.default",
         "bernoulli.p",
         "bernoulli_.float",
+        "bernoulli_.Tensor",
         "normal_.default",
         "uniform_.default",
+        "exponential_.default",
+        "randint.default",
+        "randint.low",
+        "randint_like.default",
+        "randint_like.low_dtype",
+        "randperm.default",
+        "multinomial.default",
     )
 )
 """Operations that always draw random numbers."""
@@ -222,9 +268,15 @@ INTEGER_OUTPUTS: dict[str, tuple[int, ...]] = {
     "aten.min.dim": (1,),
     "aten.topk.default": (1,),
     "aten.sort.default": (1,),
+    "aten.sort.stable": (1,),
+    "aten.cummax.default": (1,),
+    "aten.cummin.default": (1,),
+    "aten.median.dim": (1,),
+    "aten.kthvalue.default": (1,),
     "aten.max_pool2d_with_indices.default": (1,),
     "aten.adaptive_max_pool1d.default": (1,),
     "aten.adaptive_max_pool2d.default": (1,),
+    "aten.adaptive_max_pool3d.default": (1,),
 }
 """Positions of results that are indices."""
 

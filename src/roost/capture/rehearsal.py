@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,8 @@ from roost.capture.program import DATA_SOURCE, StageProgram
 
 
 class Rehearsal:
-    """A captured model in stages, on copies of its tensors; values cross between stages as contiguous copies, as they do on a network."""
+    """A captured model in stages, on copies of its tensors; values cross between stages as copies, with the order
+    that their dimensions have in memory, as they do on a network."""
 
     def __init__(self, captured: Captured, cuts: Sequence[int] = ()) -> None:
         """`cuts` are legal positions inside the graph, ascending; without any there is one stage."""
@@ -60,7 +62,9 @@ class Rehearsal:
         sent: list[dict[int, Tensor]] = []
         for program in self.programs:
             values = {
-                number: _copy(data[number] if source == DATA_SOURCE else sent[source][number])
+                number: data[number].clone(memory_format=torch.contiguous_format)
+                if source == DATA_SOURCE
+                else sent[source][number].detach().clone()
                 for source, numbers in program.receives.items()
                 for number in numbers
             }
@@ -79,14 +83,23 @@ class Rehearsal:
                 roots, starts = [*roots, sent[program.index][program.loss_value]], [*starts, None]
             if not roots:
                 continue
+            found = _gradients_of(program, received[program.index])
             torch.autograd.backward(roots, starts)
             for source, numbers in program.receives.items():
                 for number in program.differentiable.intersection(numbers):
-                    gradient = received[program.index][number].grad
+                    gradient = found.get(number)
                     if gradient is not None:
                         known = gradients[source].get(number)
                         gradients[source][number] = gradient if known is None else known + gradient
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+def _gradients_of(program: StageProgram, received: dict[int, Tensor]) -> dict[int, Tensor]:
+    """Return a dict that a backward will fill with the gradients of the received values.
+
+    A value's own `grad` would bring them in the order that the value has in memory, and so change how later sums are rounded.
+    """
+    found: dict[int, Tensor] = {}
+    for number in program.differentiable.intersection(received):
+        if received[number].requires_grad:
+            received[number].register_hook(partial(found.__setitem__, number))
+    return found

@@ -18,9 +18,36 @@ from roost.errors import GraphFormatError
 MAX_OUTPUTS = 4096
 MAX_LIST = 4096
 MAX_LITERAL_ELEMENTS = 2**40
+MAX_INTEGER = 2**40
+"""Most that a size, a position or a count may be."""
+MAX_WINDOW = 2**20
+"""Most that a number which says how a window slides over its input may be: products of two such numbers and a size fit in 64 bits."""
 
-_WORDS = frozenset({"none", "tanh", "floor", "trunc", "same", "valid", "mean", "constant", "reflect", "replicate", "circular"})
+_MODES = frozenset({"none", "tanh", "floor", "trunc", "same", "valid", "constant", "reflect", "replicate", "circular"})
+_WORDS = _MODES | {"ij", "xy", "sum", "mean", "prod", "amax", "amin", "left", "right"}
 _EQUATION = re.compile(r"[A-Za-z.,> -]{1,128}")
+_WINDOW_PARAMETERS = frozenset(
+    {
+        "kernel_size",
+        "stride",
+        "padding",
+        "dilation",
+        "output_padding",
+        "groups",
+        "num_groups",
+        "num_layers",
+        "upscale_factor",
+        "downscale_factor",
+        "scale_factors",
+    }
+)
+_ANY_INTEGER = frozenset({("aten.slice.Tensor", "start"), ("aten.slice.Tensor", "end")}) | frozenset(
+    (f"aten.{name}.default", "ignore_index") for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
+)
+"""Arguments that are compared only, or cut to the size of a dimension."""
+_COUNTING = ("aten.arange.", "aten.linspace.")
+"""Operations whose numbers decide how many elements they make."""
+PAD_OP = "aten.pad.default"
 _NEVER_GIVEN = frozenset({"Device", "Layout", "Generator"})
 
 
@@ -45,6 +72,8 @@ class Parameter:
     """True if the operation changes this argument in place."""
     viewed: bool
     """True if a result may share this argument's memory."""
+    limit: int | None = None
+    """Most that a number in it may be, whatever its sign; None where any number will do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +109,24 @@ def signature_of(op: str) -> OpSignature:
             required=not item.has_default_value(),
             written=position in hidden or (item.alias_info is not None and item.alias_info.is_write),
             viewed=item.alias_info is not None or (position == 0 and op in MAY_RETURN_INPUT),
+            limit=_limit(op, item.name, str(item.real_type)),
         )
         for position, item in enumerate(schema.arguments)
     )
     returns = [str(item.real_type) for item in schema.returns]
     is_list = returns == ["List[Tensor]"]
     return OpSignature(op=op, parameters=parameters, outputs=None if is_list else len(returns), unpack=is_list or len(returns) > 1)
+
+
+def _limit(op: str, name: str, type_name: str) -> int | None:
+    if (op, name) in _ANY_INTEGER:
+        return None
+    if name in _WINDOW_PARAMETERS:
+        return MAX_WINDOW
+    if name in ("chunks", "sections"):
+        return MAX_OUTPUTS
+    counts = "int" in type_name or (op.startswith(_COUNTING) and type_name in ("number", "float"))
+    return MAX_INTEGER if counts else None
 
 
 def bind(op: str, args: Sequence[Argument], kwargs: Mapping[str, Argument]) -> tuple[tuple[Parameter, Argument], ...]:
@@ -112,9 +153,33 @@ def bind(op: str, args: Sequence[Argument], kwargs: Mapping[str, Argument]) -> t
 
 def check_call(op: str, args: Sequence[Argument], kwargs: Mapping[str, Argument], kind_of: Callable[[int], ValueKind]) -> None:
     """Raise GraphFormatError unless the call fits the operation's schema; `kind_of` tells what each value is."""
-    for parameter, value in bind(op, args, kwargs):
+    bound = bind(op, args, kwargs)
+    for parameter, value in bound:
         if not _fits(op, parameter.type_name, value, kind_of) or (parameter.written and not isinstance(value, ValueRef | None)):
-            raise GraphFormatError(f"{op}: argument {parameter.name!r} must be {parameter.type_name}, not {str(value)[:60]}")
+            raise GraphFormatError(f"{op}: argument {parameter.name!r} must be {parameter.type_name}, not {_shown(value)}")
+        if parameter.limit is not None and not _within(value, parameter.limit):
+            raise GraphFormatError(f"{op}: argument {parameter.name!r} is {_shown(value)}, at most {parameter.limit} is allowed")
+    if op == PAD_OP:
+        _check_padding({parameter.name: value for parameter, value in bound})
+
+
+def _shown(value: Argument) -> str:
+    """Return the start of `value` as text that any terminal can show."""
+    return ascii(value)[:60]
+
+
+def _within(value: Argument, limit: int) -> bool:
+    """Return whether every number in an argument is at most `limit`, whatever its sign."""
+    if isinstance(value, tuple):
+        return all(_within(item, limit) for item in value)
+    return type(value) not in (int, float) or (isinstance(value, int | float) and -limit <= value <= limit)
+
+
+def _check_padding(given: Mapping[str, Argument]) -> None:
+    """Raise GraphFormatError for padding by less than nothing, except with constants: torch would read outside the tensor."""
+    sizes = given["pad"] if isinstance(given["pad"], tuple) else (given["pad"],)
+    if given.get("mode", "constant") != "constant" and any(isinstance(size, int) and size < 0 for size in sizes):
+        raise GraphFormatError(f"{PAD_OP}: argument 'pad' must not be negative with mode {_shown(given['mode'])}")
 
 
 def result_kind(op: str, args: Sequence[Argument], kind_of: Callable[[int], ValueKind]) -> ValueKind:

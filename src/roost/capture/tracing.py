@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import io
 import logging
-import random
-import sys
-import threading
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
+from functools import partial
+from traceback import FrameSummary
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from roost.capture.lines import user_frame, user_line, user_line_of_stack, whole_stacks
+from roost.capture.traps import (
+    check_hooks,
+    generator_states,
+    have_drawn,
+    kept_attributes,
+    kept_generator_states,
+    line_that_draws,
+    noted_data_uses,
+    refused_traps,
+)
 from roost.errors import NotCapturableError
 
 Loss = Callable[..., Tensor]
@@ -30,8 +38,6 @@ MODEL_PART = "model"
 PART_NAMES = {"loss_part": "loss", "metric_part": "metric"}
 """Attributes of TracedTraining besides the model, and what people call them."""
 
-_LIBRARY_ROOTS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-_RANDOM_FUNCTIONS = ("random", "randint", "uniform", "randrange", "choice", "choices", "sample", "shuffle", "gauss", "normalvariate")
 _LARGEST_LOWER_BOUND = 2
 """torch.export assumes at least two samples whatever the model does; more than that is a condition of the model."""
 
@@ -105,20 +111,45 @@ def trace(wrapped: TracedTraining, data: tuple[Tensor, ...], dynamic: Sequence[f
     """Return the exported program of `wrapped` in training mode, with a dynamic first dimension of every input.
 
     `dynamic` names for each input the further dimensions that may vary; where the model needs a fixed size, it is fixed to
-    that of `data`. The module's training flags and all random generators are left as they were. Raises NotCapturableError, naming the
+    that of `data`. The module's attributes and all random generators are left as they were. Raises NotCapturableError, naming the
     user's line where there is one.
     """
+    check_hooks(wrapped, f"{MODEL_PART}.")
+    with _kept_modes(wrapped), kept_attributes(wrapped), _kept_generators():
+        before = generator_states()
+        exported = _export(wrapped, data, dynamic)
+        generator = have_drawn(before)
+        if generator:
+            where = line_that_draws(lambda: _export(wrapped, data, dynamic))
+            raise NotCapturableError(
+                f"the model draws from {generator}, which would become a constant{where}",
+                hint="Draw with torch.rand or torch.randn: the job's seed then decides what is drawn.",
+            )
+    _check_dynamic(exported, data)
+    return exported
+
+
+def trace_twice(
+    wrapped: TracedTraining, data: tuple[Tensor, ...], dynamic: Sequence[frozenset[int]]
+) -> tuple[ExportedProgram, ExportedProgram, list[str]]:
+    """Return two exported programs, and the lines where the model assigns plain attributes of its modules.
+
+    Afterwards everything is as it was. Raises NotCapturableError as `trace` does.
+    """
+    assigned: list[str] = []
+    with _kept_modes(wrapped), kept_attributes(wrapped), _kept_generators():
+        return _export(wrapped, data, dynamic, assigned), _export(wrapped, data, dynamic), assigned
+
+
+def _export(
+    wrapped: TracedTraining, data: tuple[Tensor, ...], dynamic: Sequence[frozenset[int]], assigned: list[str] | None = None
+) -> ExportedProgram:
     shapes = {"data": tuple(dict.fromkeys((0, *sorted(varying)), Dim.AUTO) for varying in dynamic)}
-    with ExitStack() as stack:
-        stack.enter_context(_kept_modes(wrapped))
-        stack.enter_context(_kept_generators())
-        stack.enter_context(_refused_functions())
-        stack.enter_context(_refused_python_random())
-        stack.enter_context(_quiet_export())
+    with torch.enable_grad(), refused_traps(assigned), whole_stacks(), noted_data_uses() as uses, _quiet_export():
         try:
-            exported = torch.export.export(wrapped.train(), data, strict=False, dynamic_shapes=shapes)
+            return torch.export.export(wrapped.train(), data, strict=False, dynamic_shapes=shapes)
         except GuardOnDataDependentSymNode as error:
-            where = user_line(error.__traceback__)
+            where = user_line(error.__traceback__) or user_line_of_stack(str(error))
             raise NotCapturableError(
                 f"the model's Python code decides by the values of a tensor{where}",
                 hint="Write the decision with torch.where, so that both branches are computed; see docs/models.md.",
@@ -126,35 +157,14 @@ def trace(wrapped: TracedTraining, data: tuple[Tensor, ...], dynamic: Sequence[f
         # torch.export raises these for what it cannot trace, and for errors of the model itself.
         except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError, AssertionError, LookupError) as error:
             where = user_line(error.__traceback__)
+            if not where and uses:
+                raise NotCapturableError(
+                    f"the model uses .data, which torch.export cannot follow{uses[-1]}", hint="Use .detach() or torch.no_grad instead."
+                ) from error
             reason = str(error).strip().splitlines()
             raise NotCapturableError(
                 f"torch.export refuses the model{where}: {reason[0][:300] if reason else type(error).__name__}"
             ) from error
-    _check_dynamic(exported, data)
-    return exported
-
-
-def user_line(trace_back: TracebackType | None) -> str:
-    """Return ' at FILE:LINE: CODE' for the innermost frame that is neither torch's nor ours; empty if there is none."""
-    frames = [frame for frame in traceback.extract_tb(trace_back) if not frame.filename.startswith(_LIBRARY_ROOTS)]
-    own = [frame for frame in frames if frame.name == "forward" or not frame.filename.startswith(sys.base_prefix)]
-    return _place(own[-1].filename, own[-1].lineno, own[-1].line) if own else ""
-
-
-def user_line_of_stack(stack_trace: str | None) -> str:
-    """Return ' at FILE:LINE: CODE' from the stack trace that torch.export keeps with a node; empty if there is none."""
-    lines = (stack_trace or "").splitlines()
-    for index in range(len(lines) - 1, -1, -1):
-        parts = lines[index].strip().split('"')
-        if len(parts) == 3 and parts[0] == "File " and not parts[1].startswith(_LIBRARY_ROOTS):
-            number = parts[2].removeprefix(", line ").split(",")[0]
-            return _place(parts[1], number, lines[index + 1] if index + 1 < len(lines) else "")
-    return ""
-
-
-def _place(file: str, line: int | str | None, code: str | None) -> str:
-    text = (code or "").strip()
-    return f" at {file}:{line}" + (f": {text}" if text else "")
 
 
 @contextmanager
@@ -169,15 +179,11 @@ def _kept_modes(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _kept_generators() -> Iterator[None]:
-    state = random.getstate()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices), warnings.catch_warnings():
+    with torch.random.fork_rng(devices=devices), kept_generator_states(), warnings.catch_warnings():
         # Recurrent layers list their weights as plain attributes too; torch.export puts them back.
         warnings.filterwarnings("ignore", message="The tensor attribute")
-        try:
-            yield
-        finally:
-            random.setstate(state)
+        yield
 
 
 @contextmanager
@@ -193,61 +199,6 @@ def _quiet_export() -> Iterator[None]:
         shapes.disabled = disabled
 
 
-@contextmanager
-def _refused_functions() -> Iterator[None]:
-    """Make every custom autograd.Function raise: export would keep its forward and lose its backward."""
-    original = torch.autograd.Function.__dict__["apply"]
-    thread = threading.get_ident()
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return original.__get__(None, cls)(*args, **kwargs)
-        raise NotCapturableError(
-            f"the custom autograd function {cls.__qualname__} would lose its backward{_calling_line()}",
-            hint="Write it with ordinary torch operations, whose gradients are known.",
-        )
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _refused_python_random() -> Iterator[None]:
-    """Make Python's random functions raise: export would bake one number in as a constant.
-
-    Functions that were imported by name escape the replacement, so the generator's state is compared as well.
-    """
-    thread = threading.get_ident()
-    originals = {name: getattr(random, name) for name in _RANDOM_FUNCTIONS}
-    state = random.getstate()
-
-    def refuse(name: str) -> Callable[..., Any]:
-        def refused(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread:
-                return originals[name](*args, **kwargs)
-            raise NotCapturableError(f"random.{name} would become a constant{_calling_line()}", hint="Draw with torch.rand instead.")
-
-        return refused
-
-    for name in originals:
-        setattr(random, name, refuse(name))
-    try:
-        yield
-    finally:
-        for name, function in originals.items():
-            setattr(random, name, function)
-    if random.getstate() != state:
-        raise NotCapturableError("the model draws from Python's random module, which would become a constant", hint="Draw with torch.rand.")
-
-
-def _calling_line() -> str:
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(_LIBRARY_ROOTS)]
-    return _place(frames[-1].filename, frames[-1].lineno, frames[-1].line) if frames else ""
-
-
 def traced_shapes(exported: ExportedProgram) -> tuple[tuple[int | None, ...], ...]:
     """Return the shape of every data input, with None for a dimension that may vary."""
     placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
@@ -260,14 +211,42 @@ def _check_dynamic(exported: ExportedProgram, data: Sequence[Tensor]) -> None:
     """Raise NotCapturableError if the graph holds only for some batch sizes."""
     for index, (shape, item) in enumerate(zip(traced_shapes(exported), data, strict=True)):
         if shape[0] is not None:
+            where = _deciding_line(exported, partial(_names, item.shape[0]))
             raise NotCapturableError(
-                f"the batch size {item.shape[0]} of data input {index} is written into the code of model, loss or metric",
+                f"the batch size {item.shape[0]} of data input {index} is written into the code of model, loss or metric{where}",
                 hint="Use x.shape[0] or -1 for the batch size, not a number or len(x); the last batch of an epoch is smaller.",
             )
+    samples = _batch_symbols(exported)
     for symbol, bounds in exported.range_constraints.items():
-        limited = bounds.lower > _LARGEST_LOWER_BOUND or (bounds.upper.is_number and bounds.upper.is_finite and bounds.upper < 2**31)
+        # A limit of another size, such as the longest sequence that has positions, is the model's own.
+        too_many = bounds.upper.is_number and bounds.upper.is_finite and bounds.upper < 2**31
+        limited = symbol in samples and (bounds.lower > _LARGEST_LOWER_BOUND or too_many)
         if limited:
+            where = _deciding_line(exported, partial(_names, symbol))
             raise NotCapturableError(
-                f"the model's code decides by the batch size: the graph holds only for {symbol} in {bounds.lower}..{bounds.upper}",
+                f"the model's code decides by the batch size{where}; the graph holds only for {bounds.lower} to {bounds.upper} samples",
                 hint="Remove the condition on the batch size; the last batch of an epoch is smaller.",
             )
+
+
+def _batch_symbols(exported: ExportedProgram) -> frozenset[Any]:
+    """Return the symbols that stand for the number of samples."""
+    placeholders = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    sizes = (placeholders[str(name)].meta["val"].shape[0] for name in exported.graph_signature.user_inputs)
+    return frozenset(symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols)
+
+
+def _deciding_line(exported: ExportedProgram, concerns: Callable[[Any], bool]) -> str:
+    """Return ' at FILE:LINE: CODE' of the first decision about sizes that `concerns` says yes to; empty if its line is not known."""
+    values = (node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder")
+    mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
+    for guard in mode.shape_env.guards if mode is not None and mode.shape_env is not None else ():
+        frame = guard.sloc.framework_loc
+        line = user_frame(frame) if isinstance(frame, FrameSummary) else ""
+        if line and concerns(guard.expr):
+            return line
+    return ""
+
+
+def _names(item: Any, expression: Any) -> bool:
+    return item in expression.atoms()

@@ -5,18 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from roost.codec import decode_record, encode_record
 from roost.config import JobConfig
-from roost.errors import CheckpointDamagedError, CheckpointMismatchError, MalformedMessageError
+from roost.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError, MalformedMessageError
 from roost.types import Plan, TensorSpec
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "checkpoint.json"
 MODEL_FILE = "model.safetensors"
-_FILE_NAME = re.compile(r"^(model|optimizer--?[0-9]{1,9})\.safetensors$")
+MAX_MANIFEST_BYTES = 4 << 20
+"""Some ten thousand tensors. What JSON says in a byte can take Python 30 bytes to hold."""
+_FILE_NAME = re.compile(r"(model|optimizer--?[0-9]{1,9})\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +64,15 @@ class CheckpointManifest:
 
 
 def manifest_bytes(manifest: CheckpointManifest) -> bytes:
-    """Return the JSON text of `manifest`."""
-    return json.dumps(encode_record(manifest), indent=1, allow_nan=False).encode()
+    """Return the JSON text of `manifest`. Raises CheckpointError if it is longer than read_manifest takes."""
+    data = json.dumps(encode_record(manifest), indent=1, allow_nan=False).encode()
+    if len(data) > MAX_MANIFEST_BYTES:
+        # Without the spaces a long list of tensors takes a third of the room.
+        data = json.dumps(encode_record(manifest), separators=(",", ":"), allow_nan=False).encode()
+    if len(data) > MAX_MANIFEST_BYTES:
+        count = len(manifest.contents.tensors)
+        raise CheckpointError(f"the list of {count} tensors is too long for {MANIFEST_FILE}", hint="Merge small tensors of the model.")
+    return data
 
 
 def read_manifest(directory: Path) -> CheckpointManifest:
@@ -70,10 +81,12 @@ def read_manifest(directory: Path) -> CheckpointManifest:
     Raises CheckpointDamagedError if it is missing or malformed, CheckpointMismatchError if another format wrote it.
     """
     path = directory / MANIFEST_FILE
+    if regular_size(path) > MAX_MANIFEST_BYTES:
+        raise CheckpointDamagedError(f"{path} is over the limit of {MAX_MANIFEST_BYTES} bytes")
     try:
-        raw = json.loads(path.read_bytes())
+        raw = parse_json(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointDamagedError(f"{path} cannot be read: {error}") from error
+        raise CheckpointDamagedError(f"{path} cannot be read: {shown(error)}") from error
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if isinstance(version, int) and version != FORMAT_VERSION:
         raise CheckpointMismatchError(
@@ -85,10 +98,44 @@ def read_manifest(directory: Path) -> CheckpointManifest:
     except MalformedMessageError as error:
         raise CheckpointDamagedError(f"{path} is malformed: {error.message}") from error
     assert isinstance(manifest, CheckpointManifest)
+    names: set[str] = set()
     for file in manifest.files:
-        if not _FILE_NAME.match(file.name):
-            raise CheckpointDamagedError(f"{path} lists {file.name!r}, which is not a file of a checkpoint")
+        if not _FILE_NAME.fullmatch(file.name) or file.name in names:
+            raise CheckpointDamagedError(f"{path} lists {file.name[:80]!r}, which is not a file of a checkpoint or is listed twice")
+        names.add(file.name)
     return manifest
+
+
+def parse_json(data: bytes) -> Any:
+    """Return what JSON in UTF-8 says. Raises ValueError or RecursionError for anything else, and for a field given twice."""
+    return json.loads(data.decode(), object_pairs_hook=_unique_fields, parse_constant=_refuse_constant)
+
+
+def _unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a field is given twice")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not allowed")
+
+
+def shown(what: object, length: int = 120) -> str:
+    """Return the start of `what` as text that any terminal can show."""
+    return ascii(str(what))[1:-1][:length]
+
+
+def regular_size(path: Path) -> int:
+    """Return the bytes of a file. Raises CheckpointDamagedError unless it is an ordinary file: a link could lead anywhere."""
+    try:
+        status = path.lstat()
+    except (OSError, ValueError) as error:
+        raise CheckpointDamagedError(f"{path} cannot be read: {error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointDamagedError(f"{path} is not an ordinary file", hint="Copy the file itself into the checkpoint's directory.")
+    return status.st_size
 
 
 def file_record(path: Path) -> FileRecord:
@@ -101,10 +148,7 @@ def file_record(path: Path) -> FileRecord:
 def check_size(directory: Path, file: FileRecord) -> Path:
     """Return the path of `file`. Raises CheckpointDamagedError if it is missing or has another size."""
     path = directory / file.name
-    try:
-        nbytes = path.stat().st_size
-    except OSError as error:
-        raise CheckpointDamagedError(f"{path} cannot be read: {error}") from error
+    nbytes = regular_size(path)
     if nbytes != file.nbytes:
         raise CheckpointDamagedError(f"{path} has {nbytes} bytes instead of {file.nbytes}")
     return path

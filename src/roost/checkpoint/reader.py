@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor
 
-from roost.checkpoint.manifest import MODEL_FILE, CheckpointManifest, check_size, read_checked, read_manifest
+from roost.checkpoint.manifest import (
+    MANIFEST_FILE,
+    MODEL_FILE,
+    CheckpointContents,
+    CheckpointManifest,
+    FileRecord,
+    check_size,
+    read_checked,
+    read_manifest,
+)
+from roost.checkpoint.tensor_file import read_header
 from roost.errors import CheckpointDamagedError, CheckpointError, CheckpointMismatchError
 from roost.types import TensorSpec
 
@@ -59,10 +70,7 @@ def load(path: Path) -> Checkpoint:
     model: dict[str, Tensor] | None = None
     optimizer: dict[str, Tensor] = {}
     for file in manifest.files:
-        try:
-            tensors = load_tensors(read_checked(path, file))
-        except (SafetensorError, ValueError) as error:
-            raise CheckpointDamagedError(f"{path / file.name} cannot be read: {error}") from error
+        tensors = _load_file(path, file, manifest.contents if file.name == MODEL_FILE else None)
         if file.name == MODEL_FILE:
             model = tensors
         else:
@@ -70,6 +78,36 @@ def load(path: Path) -> Checkpoint:
     if model is None:
         raise CheckpointDamagedError(f"{path} has no {MODEL_FILE}")
     return Checkpoint(model=model, optimizer=optimizer, manifest=manifest)
+
+
+def _load_file(directory: Path, file: FileRecord, contents: CheckpointContents | None) -> dict[str, Tensor]:
+    """Return the tensors in a file. Before its data are read, its header must describe them, and be of `contents`, if given."""
+    path = check_size(directory, file)
+    specs, header = read_header(path)
+    if contents is not None:
+        _check_contents(path, specs, contents)
+    data = read_checked(directory, file)
+    if not data.startswith(header):
+        raise CheckpointDamagedError(f"{path} changed while it was read")
+    try:
+        tensors = load_tensors(data)
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointDamagedError(f"{path} cannot be read: {error}") from error
+    for name, tensor in tensors.items():
+        if tensor.dtype is torch.bool and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
+            raise CheckpointDamagedError(f"{path}: tensor {name!r} has a bool that is neither 0 nor 1")
+    return tensors
+
+
+def _check_contents(path: Path, specs: Mapping[str, TensorSpec], contents: CheckpointContents) -> None:
+    """Raise CheckpointDamagedError unless the file has exactly the tensors that the manifest lists."""
+    listed = {spec.name: spec for spec in contents.tensors}
+    for alias, canonical in contents.aliases:
+        if canonical in listed:
+            listed[alias] = replace(listed[canonical], name=alias)
+    for name in sorted(listed.keys() | specs.keys()):
+        if specs.get(name) != listed.get(name):
+            raise CheckpointDamagedError(f"{path} does not have the tensor {name[:80]!r} that {MANIFEST_FILE} lists, or has another one")
 
 
 def latest(root: Path) -> Path | None:

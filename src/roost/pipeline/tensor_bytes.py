@@ -1,4 +1,4 @@
-"""Tensors as raw bytes: little-endian elements in row-major order, described by a TensorSpec."""
+"""Tensors as raw bytes: little-endian elements in the order that their TensorSpec names, row-major without one."""
 
 from __future__ import annotations
 
@@ -25,12 +25,28 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     return TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
 
 
-def to_buffer(tensor: Tensor) -> memoryview:
-    """Return the bytes of `tensor`, without a copy if it is contiguous and in host memory.
+def ordered_spec_of(name: str, tensor: Tensor) -> TensorSpec:
+    """Return the spec of `tensor` with the order that its dimensions have in memory, for a value that goes on being computed with.
+
+    What follows can depend on that order: dropout draws its mask in the order of memory, and sums are rounded by it.
+    """
+    order: tuple[int, ...] = ()
+    if not tensor.is_contiguous():
+        # What torch itself makes of strides that are not dense, as of a slice or an expanded tensor.
+        strides = torch.empty_like(tensor, device="meta").stride()
+        order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
+    if order == tuple(range(len(order))):
+        order = ()
+    return TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), order=order)
+
+
+def to_buffer(tensor: Tensor, order: tuple[int, ...] = ()) -> memoryview:
+    """Return the bytes of `tensor` in that order of its dimensions, without a copy if they lie so in host memory.
 
     Until the bytes are sent the tensor must not change.
     """
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    host = tensor.detach().cpu()
+    flat = (host.permute(order) if order else host).contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
@@ -50,4 +66,8 @@ def from_buffer(spec: TensorSpec, buffer: memoryview | bytearray | bytes) -> Ten
         raw = raw.clone()
     if spec.dtype == "bool" and int(raw.max()) > 1:
         raise MalformedMessageError(f"tensor {spec.name!r}: a bool is neither 0 nor 1")
-    return raw.view(DTYPES[spec.dtype]).view(spec.shape)
+    elements = raw.view(DTYPES[spec.dtype])
+    if not spec.order:
+        return elements.view(spec.shape)
+    places = [spec.order.index(dimension) for dimension in range(len(spec.order))]
+    return elements.view([spec.shape[dimension] for dimension in spec.order]).permute(places)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roost.errors import InvalidConfigError, MalformedMessageError
-from roost.pipeline.tensor_bytes import DTYPES, from_buffer, spec_of, to_buffer
+from roost.pipeline.tensor_bytes import DTYPES, from_buffer, ordered_spec_of, spec_of, to_buffer
 from roost.types import TensorSpec
 
 
@@ -62,3 +62,21 @@ def test_a_bool_that_is_neither_0_nor_1_is_refused():
 def test_a_dtype_that_may_not_cross_the_wire_is_refused():
     with pytest.raises(InvalidConfigError, match="complex64"):
         spec_of("x", torch.zeros(2, dtype=torch.complex64))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3, 4).transpose(1, 2),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(4, 6)[:, 1:4].t(),
+        torch.randn(3, 1).expand(3, 4),
+        torch.randn(0, 3).t(),
+        torch.randn(2, 3),
+    ],
+)
+def test_a_value_arrives_with_the_order_its_dimensions_had_in_memory(tensor: torch.Tensor) -> None:
+    spec = ordered_spec_of("7", tensor)
+    back = from_buffer(spec, bytearray(to_buffer(tensor, spec.order)))
+    assert torch.equal(back, tensor)
+    assert back.numel() == 0 or back.stride() == torch.empty_like(tensor).stride()

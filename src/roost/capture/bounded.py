@@ -1,0 +1,52 @@
+"""A stage that looks at the shapes of what it receives before it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from roost.capture.graph import Graph
+from roost.capture.program import StageProgram
+from roost.capture.sizes import check_stage_sizes
+
+MAX_REMEMBERED = 4096
+"""Combinations of shapes that are not looked at twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundedProgram(StageProgram):
+    """A stage of a graph from a stranger: values of new shapes are first followed through its nodes on shapes alone.
+
+    Shapes of all values follow from the shapes of the data, which the requester decides batch by batch, so a check before
+    training cannot stand for all of them.
+    """
+
+    graph: Graph
+    limit_bytes: int
+    """What any value, or any piece of memory a node asks for, may take."""
+    checked: dict[Any, None] = field(default_factory=dict, compare=False, repr=False)
+    """Shapes of received values that passed, oldest first."""
+
+    def run(self, values: Mapping[int, Tensor], tensors: Mapping[str, Tensor], *, training: bool) -> dict[int, Tensor]:
+        """Return what StageProgram.run returns. Raises GraphFormatError before computing if a value would be over the limit."""
+        shapes = tuple(sorted((number, self._shape(number, value)) for number, value in values.items()))
+        if shapes not in self.checked:
+            check_stage_sizes(self.graph, range(self.start, self.stop), values, self.limit_bytes)
+            while len(self.checked) >= MAX_REMEMBERED:
+                del self.checked[next(iter(self.checked))]
+            self.checked[shapes] = None
+        return super().run(values, tensors, training=training)
+
+    def _shape(self, number: int, value: Tensor) -> tuple[Any, ...]:
+        if number in self.numbers:
+            return (value.item(),)
+        return (str(value.dtype), tuple(value.shape), tuple(value.stride()))
+
+
+def bounded(program: StageProgram, graph: Graph, limit_bytes: int) -> BoundedProgram:
+    """Return `program`, a stage of `graph`, so that no value in it takes more than `limit_bytes`."""
+    known = {item.name: getattr(program, item.name) for item in fields(StageProgram)}
+    return BoundedProgram(**known, graph=graph, limit_bytes=limit_bytes)
