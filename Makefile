@@ -2,13 +2,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check setup clean
+MINUTES ?= 10
+
+.PHONY: demo test fuzz check setup clean
 
 demo: setup  ## train a real model on five local nodes
 	$(BIN)/roost demo
 
 test: setup  ## run every test
 	$(BIN)/python -m pytest
+
+fuzz: setup  ## feed damaged and made-up graphs and files to the loaders for MINUTES (10)
+	ROOST_FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/fuzz
 
 check: setup  ## format, lint and types
 	$(BIN)/ruff format --check src tests benchmarks examples
@@ -25,4 +30,4 @@ setup: .venv/.ready  ## a .venv in this folder with everything installed
 	touch .venv/.ready
 
 clean:
-	rm -rf .venv build roost-demo roost-checkpoints
+	rm -rf .venv build roost-demo roost-checkpoints roost-fuzz

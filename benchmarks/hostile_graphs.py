@@ -106,6 +106,12 @@ def nested(depth: int) -> Any:
     return value
 
 
+def largest_but_wrong_at_its_end() -> bytes:
+    """Return a graph of nearly as many nodes as are allowed, of which only the last is wrong."""
+    calls: list[tuple[str, list[Any], Raw, int]] = [("aten.linear.default", [INPUT, WEIGHT], {}, 1) for _ in range(MAX_NODES - 50)]
+    return with_nodes([*calls, ("aten.linear.default", [INPUT], {}, 1)])
+
+
 def unlike(letters: str) -> str:
     """Return `letters` with an 'a' that only looks like one."""
     return letters.replace("a", "\u0430")
@@ -138,7 +144,7 @@ OF_TEXT: dict[str, Callable[[], bytes]] = {
     "as many numbers as fit": lambda: b"[" + b"0.1," * (MAX_GRAPH_BYTES // 4 - 2) + b"1]",
     "as many fields as fit": lambda: b"{" + b",".join(b'"%06d":1' % index for index in range(MAX_GRAPH_BYTES // 11)) + b"}",
     "number of a million digits": lambda: text(b'"inputs":1', b'"inputs":' + b"1" * LARGE),
-    "integers of many digits, again and again": lambda: text(b"[5]", b"[" + (b"9" * 4299 + b",") * 900 + b"5]"),
+    "integers of many digits, again and again": lambda: text(b"[5]", b"[" + (b"9" * 4299 + b",") * 450 + b"5]"),
     "10 to the 400": lambda: setting("inputs", 10**400),
     "field given twice": lambda: text(b'"inputs":1', b'"inputs":1,"inputs":1'),
     "NaN": lambda: text(b"0.1", b"NaN"),
@@ -215,7 +221,7 @@ OF_TENSORS: dict[str, Callable[[], bytes]] = {
     "tensor around a tensor": lambda: in_tensor(0, "second"),
     "name of a megabyte": lambda: in_tensor(0, "a" * LARGE),
     "names of many parts": lambda: changed(
-        lambda raw: raw["tensors"].extend([[".".join(["a"] * 255) + f".b{index}", "int8", [], "buffer", False] for index in range(6_000)])
+        lambda raw: raw["tensors"].extend([[".".join(["a"] * 255) + f".b{index}", "int8", [], "buffer", False] for index in range(3_000)])
     ),
 }
 
@@ -262,6 +268,7 @@ OF_NODES: dict[str, Callable[[], bytes]] = {
     "node with one field more": lambda: changed(lambda raw: raw["nodes"][0].append("")),
     "no nodes": lambda: setting("nodes", []),
     "more nodes than allowed": lambda: setting("nodes", [["scalar.add", [1, 1], {}, [5], ""]] * (2 * MAX_NODES)),
+    "largest graph, wrong at its end": largest_but_wrong_at_its_end,
     "equation of a megabyte": lambda: calling("aten.einsum.default", ["ij,jk->ik," * 100_000, [INPUT, WEIGHT]]),
     "equation that is code": lambda: calling("aten.einsum.default", ["__import__('os')", [INPUT]]),
     "word that no operation knows": lambda: calling("aten.gelu.default", [INPUT], {"approximate": "import os"}),
@@ -298,7 +305,7 @@ def many_dimensions() -> bytes:
 
 
 def calls_that_all_differ() -> bytes:
-    return with_nodes([("aten.full.default", [[index + 1], 1.0], {}, 1) for index in range(30_000)])
+    return with_nodes([("aten.full.default", [[index + 1], 1.0], {}, 1) for index in range(10_000)])
 
 
 def pieces_of_a_long_tensor() -> bytes:
@@ -315,6 +322,19 @@ def steps_of_a_long_sequence() -> bytes:
         ("aten.lstm.input", [NEW, [{"value": 15}, {"value": 15}], [WEIGHT] * 4, True, 1, 0.0, True, False, False], {}, 3),
     ]
     return with_nodes(calls)
+
+
+def weights_that_would_broadcast() -> bytes:
+    """Return a graph whose recurrent layer has one row of weights: its definition repeats it, a fast kernel reads beyond it."""
+    calls: list[tuple[str, list[Any], Raw, int]] = [
+        ("aten.expand.default", [INPUT, [2, BATCH, 6]], {}, 1),
+        ("aten.zeros.default", [[1, BATCH, 4]], {}, 1),
+        ("aten.zeros.default", [[1, 6]], {}, 1),
+        ("aten.zeros.default", [[16, 4]], {}, 1),
+    ]
+    state, row, square, bias = {"value": 15}, {"value": 16}, {"value": 17}, {"value": 3}
+    layer = ("aten.lstm.input", [NEW, [state, state], [row, square, bias, bias], True, 1, 0.0, True, False, False], {}, 3)
+    return with_nodes([*calls, layer])
 
 
 OF_SIZES: dict[str, Callable[[], bytes]] = {
@@ -355,6 +375,8 @@ OF_SIZES: dict[str, Callable[[], bytes]] = {
     "dimensions without end": many_dimensions,
     "calls that all differ": calls_that_all_differ,
     "steps of a long sequence": steps_of_a_long_sequence,
+    "recurrent weights that would broadcast": weights_that_would_broadcast,
+    "write of more elements than there are": lambda: calling("aten.clamp_.Tensor", [{"value": 9}, {"value": 3}, None]),
     "scales of another shape": lambda: calling("aten._weight_norm.default", [WEIGHT, {"value": 3}, 0]),
     "result in a tensor of another size": lambda: calling("aten.div.out", [INPUT, 2.0], {"out": {"value": 8}}),
     "loss that is no single number": lambda: setting("loss", 8),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from roost.capture.graph import Graph
 from roost.capture.tracing import CallLayout, own_loss
 
 VOCABULARY = 61
@@ -41,13 +42,14 @@ class ZooCase:
         layout = self.layout or CallLayout(positional=len(self.inputs))
         return self.loss(layout.call(self.model, copies), *layout.labels(copies))
 
-    def narrowed(self, samples: int) -> tuple[Tensor, ...]:
-        """Return the first `samples` samples of the data, with half the length in each dimension that varies."""
+    def narrowed(self, graph: Graph, samples: int) -> tuple[Tensor, ...]:
+        """Return the first `samples` samples of the data, with half the length in each dimension that `graph` leaves free."""
         found = []
-        for index, item in enumerate(self.data):
+        for item, record in zip(self.data, graph.data, strict=True):
             part = item[:samples]
-            for dimension in self.dynamic[index] if self.dynamic is not None else ():
-                part = part.narrow(dimension, 0, part.shape[dimension] // 2)
+            for dimension, size in enumerate(record.shape):
+                if size is None and dimension > 0:
+                    part = part.narrow(dimension, 0, part.shape[dimension] // 2)
             found.append(part.contiguous())
         return tuple(found)
 

@@ -51,7 +51,7 @@ def resnet50(*, full: bool) -> ZooCase:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     widths = {} if full else {"embedding_size": 8, "hidden_sizes": [32, 64, 128, 256]}
-    x, y = images(8, 224, 1000) if full else images(4, 64, 10)
+    x, y = images(4, 224, 1000) if full else images(4, 64, 10)
     model = ResNetForImageClassification(ResNetConfig(num_labels=1000 if full else 10, **widths))
     return keyword_case(model, {"pixel_values": x, "labels": y})
 
@@ -74,7 +74,7 @@ def vit(*, full: bool) -> ZooCase:
         }
     )
     config = ViTConfig(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, **shape)
-    x, y = images(4, 224, 1000) if full else images(4, 32, 10)
+    x, y = images(2, 224, 1000) if full else images(4, 32, 10)
     return keyword_case(ViTForImageClassification(config), {"pixel_values": x, "labels": y})
 
 

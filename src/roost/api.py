@@ -7,8 +7,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from roost.capture.tracing import own_loss
 from roost.checkpoint.manifest import MANIFEST_FILE
 from roost.checkpoint.reader import Checkpoint, latest, load
 from roost.checkpoint.writer import check_writable
-from roost.config import ArgumentValue, JobConfig, NamedArguments, require
+from roost.config import ArgumentValue, AveragingCodec, JobConfig, NamedArguments, OuterOptimizer, require
 from roost.errors import CheckpointMismatchError, InvalidConfigError, InvalidDataError
 from roost.pipeline.optimizer import build_optimizer, check_optimizer
 from roost.pipeline.probe import measure, update_bytes_per_s
@@ -81,6 +82,8 @@ class Defaults:
     checked: list[CheckedJob] = field(default_factory=list)
 
 
+Choice = TypeVar("Choice", bound=StrEnum)
+
 DEFAULTS: contextvars.ContextVar[Defaults | None] = contextvars.ContextVar("roost_defaults", default=None)
 
 
@@ -127,7 +130,15 @@ class Job:
     epochs: int = 1
     """Times every training sample is consumed."""
     averaging_interval: int = 16
-    """Updates between two averaging rounds."""
+    """Updates between two averaging rounds; 0: nodes choose from what rounds and updates take (docs/averaging.md)."""
+    averaging_compression: str = "none"
+    """What clusters send when they average: "none", "fp16" or "int8"; synchronisation points are exact in any case."""
+    outer_optimizer: str = "mean"
+    """What clusters make of an average: "mean" takes it, "nesterov" steps towards it with momentum (DiLoCo)."""
+    outer_learning_rate: float = 0.7
+    """Of the outer optimizer "nesterov"."""
+    outer_momentum: float = 0.9
+    """Of the outer optimizer "nesterov"."""
     sync_interval: int = 1
     """Epochs between synchronisation points (exact average, evaluation, checkpoint)."""
     seed: int = 0
@@ -142,6 +153,12 @@ class Job:
     """At most so many clusters; 0 lets the planner choose."""
     max_in_flight: int = 0
     """At most so many micro-batches in flight per stage; 0 lets the planner choose."""
+    mode: str = "async"
+    """"async": no stage ever waits for a batch to end; "sync": every update uses current gradients, as one device would."""
+    correction: str = "none"
+    """What stages do against staleness: a name of roost.config.CORRECTIONS, or several joined with '+' (docs/staleness.md)."""
+    clip_norm: float = 0.0
+    """Largest norm of a batch's gradient; 0 means no clipping (docs/staleness.md says how stages share it)."""
 
     def __post_init__(self) -> None:
         require(isinstance(self.model, nn.Module), f"model must be a torch.nn.Module, not a {type(self.model).__name__}")
@@ -158,6 +175,7 @@ class Job:
         require(self.micro_batch_size is None or _is_whole(self.micro_batch_size), "micro_batch_size must be a whole number or None")
         for name in WHOLE_NUMBERS:
             require(_is_whole(getattr(self, name)), f"{name} must be a whole number, not {getattr(self, name)!r}")
+        require(isinstance(self.clip_norm, int | float), f"clip_norm must be a number, not {self.clip_norm!r}")
         for name in ("optimizer_args", "schedule_args"):
             require(isinstance(getattr(self, name), Mapping), f'{name} must be a dict of keyword arguments, such as {{"lr": 1e-3}}')
 
@@ -366,6 +384,10 @@ def _config(job: Job, samples: int, validation_samples: int, checkpoint: Checkpo
         micro_batch_size=min(micro_batch_size, samples),
         epochs=job.epochs,
         averaging_interval=job.averaging_interval,
+        averaging_compression=_choice(AveragingCodec, job.averaging_compression, "averaging_compression"),
+        outer_optimizer=_choice(OuterOptimizer, job.outer_optimizer, "outer_optimizer"),
+        outer_learning_rate=job.outer_learning_rate,
+        outer_momentum=job.outer_momentum,
         sync_interval=job.sync_interval,
         samples=samples,
         validation_samples=validation_samples,
@@ -375,7 +397,17 @@ def _config(job: Job, samples: int, validation_samples: int, checkpoint: Checkpo
         max_in_flight=job.max_in_flight,
         start_epoch=start_epoch,
         start_updates=start_updates,
+        mode=job.mode,
+        correction=job.correction,
+        clip_norm=float(job.clip_norm),
     )
+
+
+def _choice(kind: type[Choice], value: str, what: str) -> Choice:
+    """Return the member of `kind` called `value`. Raises InvalidConfigError."""
+    names = [member.value for member in kind]
+    require(value in names, f"{what} {value!r} is not one of {names}")
+    return kind(value)
 
 
 def _is_whole(value: object) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from roost.errors import InvalidConfigError
 
@@ -31,6 +32,38 @@ SCHEDULES = frozenset(
     }
 )
 """Schedules of torch.optim.lr_scheduler that nodes build by name."""
+MODES = frozenset({"async", "sync"})
+"""Ways to schedule a pipeline: without flush, or flushed after every batch (docs/staleness.md)."""
+CORRECTIONS = frozenset({"none", "rate_by_delay", "rate_warmup", "nesterov", "prediction", "compensation", "rotation"})
+"""What a stage can do against staleness; several are joined with '+' (docs/staleness.md)."""
+
+
+AUTOMATIC_INTERVAL = 16
+"""Updates between two averaging rounds that the planner counts with where nodes choose the interval from what they measure."""
+
+
+class AveragingCodec(StrEnum):
+    """What averaging rings send for a value of a segment (docs/averaging.md)."""
+
+    NONE = "none"
+    """The value in the dtype of the sum."""
+    FP16 = "fp16"
+    """Half precision of the difference to the last mean, with a common power of two per block."""
+    INT8 = "int8"
+    """A signed byte of the difference to the last mean, with a scale per block and error feedback."""
+
+
+class OuterOptimizer(StrEnum):
+    """What clusters make of the average of a round (docs/averaging.md)."""
+
+    MEAN = "mean"
+    """They take it."""
+    NESTEROV = "nesterov"
+    """They take a step with Nesterov momentum from the last average towards it."""
+
+
+BYTES_PER_AVERAGED_BYTE = {AveragingCodec.NONE: 1.0, AveragingCodec.FP16: 0.5003, AveragingCodec.INT8: 0.254}
+"""Bytes on the wire per byte of float32 parameters, scales included."""
 
 
 def require(condition: bool, what: str) -> None:
@@ -82,7 +115,15 @@ class JobConfig:
     epochs: int = 1
     """Times every training sample is consumed."""
     averaging_interval: int = 16
-    """Updates of a stage between the starts of two averaging rounds."""
+    """Updates of a stage between the starts of two averaging rounds; 0 lets nodes choose from what rounds and updates take them."""
+    averaging_compression: AveragingCodec = AveragingCodec.NONE
+    """What rings send between synchronisation points; the rounds at those points are exact."""
+    outer_optimizer: OuterOptimizer = OuterOptimizer.MEAN
+    """What is made of the average of a round."""
+    outer_learning_rate: float = 0.7
+    """Of the outer optimizer; the mean has none."""
+    outer_momentum: float = 0.9
+    """Of the outer optimizer; the mean has none."""
     sync_interval: int = 1
     """Epochs between synchronisation points, where clusters average exactly, evaluate and save; the last epoch always has one."""
     samples: int
@@ -101,6 +142,12 @@ class JobConfig:
     """Epochs already done by the run this one resumes."""
     start_updates: int = 0
     """Schedule steps already taken by the run this one resumes."""
+    mode: str = "async"
+    """"async": no flush, gradients may be stale; "sync": a stage starts a batch when it has applied the one before it."""
+    correction: str = "none"
+    """What stages do against staleness: names of CORRECTIONS, joined with '+'."""
+    clip_norm: float = 0.0
+    """Largest norm of a batch's gradient over all stages; 0 means no clipping. Stages apply it each to its part (docs/staleness.md)."""
 
     def __post_init__(self) -> None:
         check_identifier(self.job_id, "job id")
@@ -113,7 +160,9 @@ class JobConfig:
             f"micro_batch_size {self.micro_batch_size} must be in 1..batch_size={self.batch_size}",
         )
         require(self.epochs > 0, f"epochs must be positive, not {self.epochs}")
-        require(self.averaging_interval > 0, f"averaging_interval must be positive, not {self.averaging_interval}")
+        require(self.averaging_interval >= 0, f"averaging_interval must not be negative, but it is {self.averaging_interval}")
+        require(0 < self.outer_learning_rate <= 10, f"outer_learning_rate {self.outer_learning_rate} must be in (0, 10]")
+        require(0 <= self.outer_momentum < 1, f"outer_momentum {self.outer_momentum} must be in [0, 1)")
         require(self.sync_interval > 0, f"sync_interval must be positive, not {self.sync_interval}")
         require(self.samples > 0, "the training data is empty")
         require(self.validation_samples >= 0, "validation_samples must not be negative")
@@ -123,6 +172,32 @@ class JobConfig:
         require(self.max_in_flight >= 0, "max_in_flight must not be negative")
         require(0 <= self.start_epoch < self.epochs, f"start_epoch {self.start_epoch} must be before epochs={self.epochs}")
         require(self.start_updates >= 0, "start_updates must not be negative")
+        require(self.mode in MODES, f"mode {self.mode!r} is not one of {sorted(MODES)}")
+        _check_correction(self.correction)
+        require(math.isfinite(self.clip_norm) and self.clip_norm >= 0, f"clip_norm must not be negative, not {self.clip_norm}")
+
+    @property
+    def planned_interval(self) -> int:
+        """Updates between two averaging rounds that the planner counts with."""
+        return self.averaging_interval or AUTOMATIC_INTERVAL
+
+    @property
+    def averaging_copies(self) -> int:
+        """Copies of its averaged tensors that a node keeps for averaging: the snapshot, the sum, and what is kept between rounds.
+
+        That is the last mean if rounds average differences to it, the rounding errors of int8, and the outer momentum.
+        """
+        outer = self.outer_optimizer is not OuterOptimizer.MEAN
+        differences = outer or self.averaging_compression is not AveragingCodec.NONE
+        return 2 + differences + outer + (self.averaging_compression is AveragingCodec.INT8)
+
+
+def _check_correction(correction: str) -> None:
+    parts = correction.split("+")
+    unknown = [part for part in parts if part not in CORRECTIONS]
+    require(not unknown, f"correction {correction!r}: {', '.join(map(repr, unknown))} is not one of {sorted(CORRECTIONS)}")
+    require(len(set(parts)) == len(parts), f"correction {correction!r} names a correction twice")
+    require(parts == ["none"] or "none" not in parts, f"correction {correction!r}: 'none' cannot be joined with others")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from roost.config import JobConfig
+from roost.config import AveragingCodec, JobConfig
 from roost.types import (
     EpochResult,
     EvaluationResult,
@@ -485,6 +485,17 @@ class Gradient(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class GradientNorm(Message):
+    """The squared norm of a stage's gradient of a batch, to every other stage of the cluster: they clip by the norm of all."""
+
+    senders = _NODE
+    job_id: str
+    source_stage: int
+    batch: int
+    square: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class OpenRound(Message):
     """A ring member has started a round of its ring; the others join at their next update."""
 
@@ -492,11 +503,15 @@ class OpenRound(Message):
     job_id: str
     segment: int
     round: int
+    base: int = -1
+    """The round whose mean the members' values are differences to (0: the initial weights); -1 for the values themselves."""
+    codec: AveragingCodec = AveragingCodec.NONE
+    """How chunks of the round are encoded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RingChunk(Message):
-    """One step of a ring: a chunk of the flattened segment, with one buffer."""
+    """A piece of one step of a ring: part of a chunk of the flattened segment, with one buffer."""
 
     senders = _NODE
     max_buffer_bytes = TENSORS
@@ -509,6 +524,13 @@ class RingChunk(Message):
     weight: float
     """Reduce-scatter: samples that went into the sum so far. All-gather: their total."""
     dtype: str
+    """float32 or float64: what the members sum in."""
+    piece: int = 0
+    """Which piece of the chunk this is: chunks travel in pieces, so that the next member need not wait for the whole."""
+    base: int = -1
+    """As in OpenRound."""
+    codec: AveragingCodec = AveragingCodec.NONE
+    """How the buffer is encoded."""
 
 
 @dataclass(frozen=True, kw_only=True)

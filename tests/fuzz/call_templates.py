@@ -52,7 +52,7 @@ TEMPLATES: dict[str, list[Any]] = {
     "aten.masked_scatter.default": [SQUARE, "bool[4,4]", SQUARE],
     "aten.im2col.default": [IMAGE, [3, 3], [1, 1], [1, 1], [2, 2]],
     "aten.col2im.default": ["float32[2,4,8]", [4, 3], [2, 2], [1, 1], [0, 0], [1, 1]],
-    "aten.linalg_cross.default": ["float32[2,3,4]", "float32[2,3,4]", 1],
+    "aten.linalg_cross.default": ["float32[4,4,3]", "float32[4,4,3]"],
     "aten.grid_sampler.default": [IMAGE, "float32[2,8,8,2]", 0, 0, False],
     "aten.affine_grid_generator.default": ["float32[2,2,3]", [2, 4, 8, 8], False],
     "aten.split.sizes": [SQUARE, [1, 3], 0],

@@ -59,8 +59,10 @@ class RandomGraph:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        tensors = [
-            [f"t{index}.f", "float32", shape, "parameter", True] if index % 2 else [f"t{index}.f", "float32", shape, "buffer", False]
+        # The second one the loss starts from; of the others each graph trains some.
+        trained = [index == 1 or rng.random() < 0.4 for index in range(len(_FLOATS))]
+        tensors: list[list[Any]] = [
+            [f"t{index}.f", "float32", shape, "parameter" if trained[index] else "buffer", trained[index]]
             for index, shape in enumerate(_FLOATS)
         ]
         tensors += [[f"t{len(_FLOATS) + index}.o", dtype, shape, "buffer", False] for index, (dtype, shape) in enumerate(_OTHERS)]

@@ -56,6 +56,8 @@ def run_in_sandbox(graphs: Sequence[bytes], shapes: Sequence[tuple[int, ...]], s
         sender.close()
         try:
             while len(endings) < len(graphs):
+                if not receiver.poll(2 * SECONDS):
+                    child.kill()
                 endings.append(Ending(position=len(endings), outcome=receiver.recv()))
         except EOFError:
             child.join()

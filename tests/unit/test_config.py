@@ -36,7 +36,7 @@ def job(**changes: Any) -> JobConfig:
         ("micro_batch_size", 0),
         ("micro_batch_size", 33),
         ("epochs", 0),
-        ("averaging_interval", 0),
+        ("averaging_interval", -1),
         ("sync_interval", 0),
         ("samples", 0),
         ("validation_samples", -1),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator
 
 from torch import Tensor
@@ -61,6 +62,7 @@ async def build_stage(
             assignment.cluster.share,
             device,
             carries_rng=later_draw,
+            parameter_share=_parameter_share(programs, assignment.stage.index),
         )
         if optimizer:
             runner.load_optimizer_state(optimizer)
@@ -100,6 +102,12 @@ def _cut_graph(data: bytes, assignment: Assignment, memory_bytes: int) -> tuple[
         check_sizes(graph, shapes, memory_bytes, nodes=range(own.start, own.stop))
     programs[assignment.stage.index] = bounded(own, graph, memory_bytes)
     return tuple(programs)
+
+
+def _parameter_share(programs: tuple[StageProgram, ...], index: int) -> float:
+    """Return the fraction of the model's trainable elements that stage `index` owns; 1.0 if there are none."""
+    elements = [sum(math.prod(record.shape) for record in program.tensors if record.trainable) for program in programs]
+    return elements[index] / sum(elements) if any(elements) else 1.0
 
 
 async def _fetch_graph(assignment: Assignment, transport: Transport) -> bytes:

@@ -171,6 +171,7 @@ class Agent:
         driver = build.result()
         driver.start()
         self._driver = driver
+        await driver.ready()
 
     def _running_job(self) -> str:
         if self._driver is not None:
@@ -200,6 +201,8 @@ class Agent:
                 driver.activation_arrived(sender.peer_id, message, buffers)
             case m.Gradient():
                 driver.gradient_arrived(sender.peer_id, message, buffers)
+            case m.GradientNorm():
+                driver.norm_arrived(sender.peer_id, message)
             case m.OpenRound(segment=segment) if segment in driver.rings:
                 driver.rings[segment].opened(sender.peer_id, message)
             case m.RingChunk(segment=segment) if segment in driver.rings and len(buffers) == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +20,14 @@ from roost.agent.compute import ComputeThread
 from roost.agent.feeder import EVALUATION_WINDOW, Feeder
 from roost.agent.outbox import Outbox
 from roost.agent.ring_driver import RingDriver
+from roost.averaging.segment_average import AveragingOptions
+from roost.config import OuterOptimizer
 from roost.errors import MalformedMessageError, RoostError, StageFailedError
 from roost.pipeline.program_interface import RunnableProgram
 from roost.pipeline.stage_runner import StageRunner, add_gradients
 from roost.pipeline.tensor_bytes import from_buffer, ordered_spec_of, spec_of, to_buffer
 from roost.protocol import pipeline_schedule as schedules
+from roost.protocol.averaging_pace import AveragingPace
 from roost.transport.interface import Buffer, Transport
 from roost.types import EvaluationResult, MicroBatch, StageMetrics, TensorSpec
 
@@ -74,12 +78,17 @@ class StageDriver:
         index = assignment.stage.index
         self._sources = frozenset(program.receives) | ({schedules.DATA} if assignment.is_first else {index - 1})
         self._targets = frozenset(program.sends) | (frozenset() if assignment.is_last else {index + 1})
+        exact = assignment.config.mode == "sync" and assignment.config.clip_norm > 0
+        self._other_stages = frozenset(range(len(assignment.cluster.stages))) - {index} if exact else frozenset[int]()
+        self._squares: dict[int, float] = {}  # per stage, of the batch that is about to be applied
         self._schedule = schedules.PipelineSchedule(
             stage=index,
             stages=len(assignment.cluster.stages),
             sources=self._sources,
             targets=self._targets,
             max_in_flight=assignment.stage.max_in_flight,
+            flush=assignment.config.mode == "sync",
+            norm_sources=self._other_stages,
         )
         self._outbox = Outbox(transport, on_failure=on_failure)
         self._feeder = Feeder(assignment, transport, inject=self._inject) if assignment.is_first else None
@@ -92,6 +101,8 @@ class StageDriver:
         self._counters = Counters()
         self._started_cpu_s = 0.0
         self.rings: dict[int, RingDriver] = {}
+        self._paces: dict[int, AveragingPace] = {}
+        self._held_s: dict[int, float] = {}  # compute time of each ring's last snapshot and average
 
     # ------------------------------------------------------------ life
 
@@ -105,14 +116,20 @@ class StageDriver:
                 node_id=self.assignment.node_id,
                 peers=self.assignment.peers,
                 transport=self._transport,
-                snapshot=partial(self._snapshot, segment.tensors),
-                apply=self._apply_average,
+                snapshot=partial(self._snapshot, segment.index, segment.tensors),
+                apply=partial(self._apply_average, segment.index),
+                options=self._averaging_options(),
             )
+            self._paces[segment.index] = AveragingPace(self.assignment.config.averaging_interval)
         self._spawn(self._compute_in_order(), "compute")
         if self._feeder is not None:
             self._spawn(self._feeder.run(), "feeder")
         for driver in self.rings.values():
             self._spawn(driver.run(), "ring")
+
+    async def ready(self) -> None:
+        """Wait until training may begin: what rings keep of the initial weights has been copied."""
+        await asyncio.gather(*(ring.ready.wait() for ring in self.rings.values()))
 
     async def stop(self) -> None:
         """Stop all tasks; nothing of this stage runs afterwards."""
@@ -187,6 +204,15 @@ class StageDriver:
         self._gradients.setdefault(message.micro_batch, {})[message.source_stage] = named
         self._handle(schedules.GradientsArrived(number=message.micro_batch, source=message.source_stage))
 
+    def norm_arrived(self, sender: str, message: m.GradientNorm) -> None:
+        """Take the norm of another stage's gradient. Raises MalformedMessageError if the sender does not run it."""
+        self._check_stage(sender, message.source_stage, self._other_stages)
+        with self._fatal():
+            if message.square < 0:
+                raise MalformedMessageError(f"stage {message.source_stage} sends a negative square")
+            self._squares[message.source_stage] = message.square
+            self._handle(schedules.NormArrived(batch=message.batch, source=message.source_stage))
+
     def _check_stage(self, sender: str, stage: int, allowed: frozenset[int]) -> None:
         stages = self.assignment.cluster.stages
         if stage not in allowed or not 0 <= stage < len(stages) or stages[stage].node_id != sender:
@@ -252,11 +278,26 @@ class StageDriver:
 
     async def _backward(self, micro_batch: MicroBatch) -> None:
         by_stage = self._gradients.pop(micro_batch.number, {})
-        result = await self._compute.run(lambda: self._runner.backward(micro_batch.number, add_gradients(by_stage)))
+        measures = bool(self._other_stages) and micro_batch.position == micro_batch.count - 1
+
+        def differentiate() -> tuple[dict[int, dict[int, Tensor]], float]:
+            back = self._runner.backward(micro_batch.number, add_gradients(by_stage))
+            return back, self._runner.gradient_square(micro_batch.batch) if measures else 0.0
+
+        result, square = await self._compute.run(differentiate)
+        if measures:
+            self._send_square(micro_batch.batch, square)
         self._handle(schedules.ComputeFinished())
         self._counters.micro_batches += 1
         for source in sorted(self._sources - {schedules.DATA}):
             self._send_gradient(source, micro_batch.number, result.get(source, {}), evaluation=False)
+
+    def _send_square(self, batch: int, square: float) -> None:
+        index = self.assignment.stage.index
+        self._squares[index] = square
+        message = m.GradientNorm(job_id=self.assignment.job_id, source_stage=index, batch=batch, square=square)
+        for stage in sorted(self._other_stages):
+            self._outbox.put(self.assignment.peer_of_stage(stage), message)
 
     def _send_gradient(self, source: int, number: int, values: Mapping[int, Tensor], *, evaluation: bool) -> None:
         specs = _value_specs(values)
@@ -295,10 +336,13 @@ class StageDriver:
 
     async def _update(self, batch: int, staleness: tuple[int, ...]) -> None:
         counters = self._counters
+        # Every stage adds the squares in the same order, so all of them clip by the same bits.
+        norm = math.sqrt(sum(self._squares[stage] for stage in sorted(self._squares))) if self._squares else None
+        self._squares.clear()
 
         def apply() -> None:
             # Counted on the compute thread, so that a snapshot taken there sees weights and samples that belong together.
-            self._runner.update(batch)
+            self._runner.update(batch, norm)
             counters.updates += 1
             counters.samples += counters.batch_samples.pop(batch)
 
@@ -306,20 +350,49 @@ class StageDriver:
         self._handle(schedules.ComputeFinished())
         counters.staleness_max = max(counters.staleness_max, *staleness)
         counters.staleness_sum += sum(staleness)
-        if counters.updates % self.assignment.config.averaging_interval == 0:
-            for driver in self.rings.values():
-                driver.start_round()
+        self._start_rounds()
         if self._feeder is not None:
             await self._feeder.batch_applied(batch)
 
     # ------------------------------------------------------------ averaging and saving
 
-    async def _snapshot(self, names: tuple[str, ...]) -> tuple[dict[str, Tensor], int]:
-        """Return copies of the named tensors and the samples applied to them so far."""
-        return await self._compute.run(lambda: (self._runner.snapshot(names), self._counters.samples))
+    def _averaging_options(self) -> AveragingOptions:
+        config = self.assignment.config
+        steps = config.outer_optimizer is OuterOptimizer.NESTEROV
+        return AveragingOptions(
+            codec=config.averaging_compression,
+            outer_learning_rate=config.outer_learning_rate if steps else 0.0,
+            outer_momentum=config.outer_momentum if steps else 0.0,
+            parameters=frozenset(record.name for record in self._program.tensors if record.trainable),
+        )
 
-    async def _apply_average(self, average: dict[str, Tensor], snapshot: dict[str, Tensor]) -> None:
-        await self._compute.run(lambda: self._runner.apply_average(average, snapshot))
+    def _start_rounds(self) -> None:
+        """Ask for a background round in every ring where one is due after this update."""
+        now = time.monotonic()
+        for index, ring in self.rings.items():
+            times = ring.times
+            held_s = self._held_s.get(index, 0.0)
+            if self._paces[index].updated(now=now, idle=ring.idle, began_at=times.began_at, round_s=times.round_s, held_s=held_s):
+                ring.start_round()
+
+    async def _snapshot(self, segment: int, names: tuple[str, ...]) -> tuple[dict[str, Tensor], int]:
+        """Return copies of the named tensors and the samples applied to them so far."""
+
+        def copy() -> tuple[dict[str, Tensor], int]:
+            began = time.perf_counter()
+            copies = self._runner.snapshot(names)
+            self._held_s[segment] = time.perf_counter() - began
+            return copies, self._counters.samples
+
+        return await self._compute.run(copy)
+
+    async def _apply_average(self, segment: int, average: dict[str, Tensor], snapshot: dict[str, Tensor]) -> None:
+        def apply() -> None:
+            began = time.perf_counter()
+            self._runner.apply_average(average, snapshot)
+            self._held_s[segment] += time.perf_counter() - began
+
+        await self._compute.run(apply)
 
     async def average_exactly(self, order: int) -> None:
         """Take part in the ordered round of every ring and wait for its result. Raises DeadlineError."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from roost.capture.graph import Graph
@@ -30,7 +31,9 @@ class BoundedProgram(StageProgram):
     checked: dict[Any, None] = field(default_factory=dict, compare=False, repr=False)
     """Shapes of received values that passed, oldest first."""
 
-    def run(self, values: Mapping[int, Tensor], tensors: Mapping[str, Tensor], *, training: bool) -> dict[int, Tensor]:
+    def run(
+        self, values: Mapping[int, Tensor], tensors: Mapping[str, Tensor], *, training: bool, device: torch.device | None = None
+    ) -> dict[int, Tensor]:
         """Return what StageProgram.run returns. Raises GraphFormatError before computing if a value would be over the limit."""
         shapes = tuple(sorted((number, self._shape(number, value)) for number, value in values.items()))
         if shapes not in self.checked:
@@ -38,7 +41,7 @@ class BoundedProgram(StageProgram):
             while len(self.checked) >= MAX_REMEMBERED:
                 del self.checked[next(iter(self.checked))]
             self.checked[shapes] = None
-        return super().run(values, tensors, training=training)
+        return super().run(values, tensors, training=training, device=device)
 
     def _shape(self, number: int, value: Tensor) -> tuple[Any, ...]:
         if number in self.numbers:

@@ -58,13 +58,20 @@ def cut(graph: Graph, boundaries: Sequence[int]) -> tuple[StageProgram, ...]:
 
 
 class _Cutter:
-    """Decides who owns, sends and receives what for one choice of cuts."""
+    """Decides who owns, sends and receives what for one choice of cuts.
+
+    A stage gets a value from the latest stage before it that has it: the one that made it, or one that uses it. So each stage sends a
+    value once, and the gradients come back along the same way, each stage adding its own to what came from later ones: in the order
+    in which one process adds them, and therefore with the same rounding.
+    """
 
     def __init__(self, graph: Graph, boundaries: Sequence[int]) -> None:
         self.graph = graph
         self.analysis = GraphAnalysis(graph)
         self.boundaries = tuple(boundaries)
         self.owners: dict[int, int] = {}
+        self.holders: dict[int, int] = {}
+        """For each value the latest stage that has it so far."""
         self.received: list[dict[int, list[int]]] = []
         self.shared: list[list[TensorRecord]] = []
 
@@ -110,10 +117,12 @@ class _Cutter:
             if owner != stage and not record.trainable:
                 self.shared[stage].append(record)
                 return
-            source = owner
+            made = owner
         else:
             position = self.graph.producers[value]
-            source = self._stage_of(position) if position >= 0 else 0
+            made = self._stage_of(position) if position >= 0 else 0
+        source = self.holders.get(value, made)
+        self.holders[value] = stage
         if source != stage:
             self.received[stage].setdefault(source, []).append(value)
 

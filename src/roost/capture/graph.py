@@ -20,7 +20,7 @@ from roost.errors import GraphFormatError, InvalidConfigError
 from roost.types import TensorKind, TensorRecord, TensorSpec
 
 FORMAT_VERSION = 2
-MAX_NODES = 50_000
+MAX_NODES = 25_000
 MAX_VALUES = 1_000_000
 MAX_INPUTS = 1024
 MAX_TENSORS = 100_000

@@ -12,8 +12,8 @@ from roost.capture.signatures import MAX_LIST
 from roost.errors import GraphFormatError, InvalidConfigError
 from roost.types import TensorKind, TensorRecord
 
-MAX_GRAPH_BYTES = 4 << 20
-"""Ten times the largest graph of a real model. What JSON says in a byte can take Python 30 bytes and a third of a microsecond to hold."""
+MAX_GRAPH_BYTES = 2 << 20
+"""Five times the largest graph of a real model. What JSON says in a byte can take Python 30 bytes and a third of a microsecond to hold."""
 
 _GRAPH_FIELDS = frozenset({"format", "torch", "name", "data", "inputs", "tensors", "nodes", "loss", "metric"})
 

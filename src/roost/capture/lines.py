@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import sysconfig
 import traceback
@@ -25,9 +26,9 @@ def user_line(trace_back: TracebackType | None) -> str:
     return _innermost(traceback.extract_tb(trace_back))
 
 
-def calling_line(frame: FrameType | None = None) -> str:
-    """Return ' at FILE:LINE: CODE' for the user's innermost frame around `frame`, or around the call of this function."""
-    return _innermost(traceback.extract_stack(frame))
+def calling_line() -> str:
+    """Return ' at FILE:LINE: CODE' for the user's innermost frame around the call of this function."""
+    return _innermost(traceback.extract_stack())
 
 
 def user_line_of_stack(stack_trace: str | None) -> str:
@@ -35,7 +36,7 @@ def user_line_of_stack(stack_trace: str | None) -> str:
     lines = (stack_trace or "").splitlines()
     for index in range(len(lines) - 1, -1, -1):
         parts = lines[index].strip().split('"')
-        if len(parts) == 3 and parts[0] == "File " and _is_users(parts[1]):
+        if len(parts) == 3 and parts[0] == "File " and is_users(parts[1]):
             number = parts[2].removeprefix(", line ").split(",")[0]
             return place(parts[1], number, lines[index + 1] if index + 1 < len(lines) else "")
     return ""
@@ -43,7 +44,20 @@ def user_line_of_stack(stack_trace: str | None) -> str:
 
 def user_frame(frame: traceback.FrameSummary | None) -> str:
     """Return ' at FILE:LINE: CODE' for a frame; empty if it is not the user's."""
-    return place(frame.filename, frame.lineno, frame.line) if frame is not None and _is_users(frame.filename) else ""
+    return place(frame.filename, frame.lineno, frame.line) if frame is not None and is_users(frame.filename) else ""
+
+
+def users_frame(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame of the user's among `frame` and those it was called from."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+def line_of(frame: FrameType) -> str:
+    """Return ' at FILE:LINE: CODE' of what a frame is executing."""
+    file = frame.f_code.co_filename
+    return place(file, frame.f_lineno, linecache.getline(file, frame.f_lineno))
 
 
 def place(file: str, line: int | str | None, code: str | None) -> str:
@@ -77,11 +91,12 @@ def whole_stacks() -> Iterator[None]:
 
 
 def _innermost(frames: Iterable[traceback.FrameSummary]) -> str:
-    own = [frame for frame in frames if _is_users(frame.filename)]
+    own = [frame for frame in frames if is_users(frame.filename)]
     return user_frame(own[-1]) if own else ""
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Return True if a file is neither torch's, nor ours, nor of Python's standard library."""
     if file.startswith((*_LIBRARY_ROOTS, "<")):
         return False
     return not file.startswith(_STANDARD_LIBRARY) or any(folder in file for folder in _INSTALLED)

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from roost.errors import GraphFormatError
 
-RECURRENT_OPS = frozenset({"aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"})
+_GATES = {"aten.lstm.input": 4, "aten.gru.input": 3, "aten.rnn_tanh.input": 1, "aten.rnn_relu.input": 1}
+RECURRENT_OPS = frozenset(_GATES)
 ATTENTION_OP = "aten.scaled_dot_product_attention.default"
 _ATTENTION_DIMENSIONS = 4
+_LSTM_GATES = 4
 _INDEX_DTYPES = (torch.int32, torch.int64)
 _INDEX_PARAMETERS = {
     "aten.index_select.default": "index",
@@ -73,12 +75,32 @@ def _written_in_place(given: Mapping[str, Any]) -> bool:
     return given["out"].shape == torch.broadcast_shapes(*shapes)
 
 
-def _recurrent(given: Mapping[str, Any]) -> bool:
-    return bool(given["input"].dim() == 3 and given["params"])
+def _recurrent(op: str) -> Callable[[Mapping[str, Any]], bool]:
+    """Return the rule of a recurrent layer: fast kernels read weights of exactly these sizes, where the definition would broadcast."""
+
+    def rule(given: Mapping[str, Any]) -> bool:
+        states = list(given["hx"]) if isinstance(given["hx"], list) else [given["hx"]]
+        data, weights = given["input"], given["params"]
+        if len(states) != (2 if _GATES[op] == _LSTM_GATES else 1) or any(item.dim() != 3 for item in (data, *states)):
+            return False
+        ways = 2 if given["bidirectional"] else 1
+        batch = data.shape[0 if given["batch_first"] else 1]
+        width, hidden = states[0].shape[2], states[-1].shape[2]
+        expected: list[list[int]] = []
+        for layer in range(min(given["num_layers"], len(weights))):
+            rows, columns = _GATES[op] * hidden, data.shape[2] if layer == 0 else width * ways
+            biases = [[rows]] * 2 if given["has_biases"] else []
+            projection = [[width, hidden]] if width != hidden else []
+            expected += [[rows, columns], [rows, width], *biases, *projection] * ways
+        fits = [list(item.shape) for item in weights] == expected
+        same = {item.dtype for item in (data, *states, *weights)} == {data.dtype}
+        return fits and same and all(list(item.shape[:2]) == [given["num_layers"] * ways, batch] for item in states)
+
+    return rule
 
 
 _RULES: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "aten._weight_norm.default": _weight_norm,
     "aten.div.out": _written_in_place,
-    **dict.fromkeys(RECURRENT_OPS, _recurrent),
+    **{op: _recurrent(op) for op in RECURRENT_OPS},
 }

@@ -24,7 +24,7 @@ from roost.capture.signatures import MAX_OUTPUTS, ValueKind, check_call, signatu
 from roost.config import format_bytes
 from roost.errors import GraphFormatError
 
-MAX_DISTINCT_CALLS = 4_000
+MAX_DISTINCT_CALLS = 2_000
 """Calls of different operations, shapes or numbers in one graph: real models repeat a few hundred. Bounds the time of a check."""
 MAX_INNER_CALLS = 20_000
 """Calls that one composite operation may consist of."""
@@ -229,6 +229,9 @@ class _Walk:
         except _REFUSALS as error:
             reason = str(error).strip().splitlines()
             raise GraphFormatError(f"{node.op} refuses its arguments: {ascii(reason[0])[1:200] if reason else ''}") from error
+        # Some shape rules resize what an operation writes to; its kernel would refuse.
+        if watch.resized():
+            raise GraphFormatError(f"{node.op} does not fit into what it writes to")
         if steps != 1:
             returned = (_lengthened(returned[0], given, steps), *returned[1:])
         return self._outcome_of(node, returned, watch, steps, keeps_scores(node.op, given))
@@ -289,7 +292,12 @@ class _Watch(TorchDispatchMode):
         self._calls = 0
         self._kept = [item for value in given.values() for item in _tensors(value)]
         """Alive, so that no storage's address is used twice."""
+        self._given = [(item, tuple(item.shape)) for item in self._kept]
         self._storages = {item.untyped_storage()._cdata for item in self._kept}
+
+    def resized(self) -> bool:
+        """Return whether an argument has another shape than before the call."""
+        return any(tuple(item.shape) != shape for item, shape in self._given)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         self._calls += 1

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from functools import partial
 from traceback import FrameSummary
 from typing import Any
 
@@ -211,7 +210,7 @@ def _check_dynamic(exported: ExportedProgram, data: Sequence[Tensor]) -> None:
     """Raise NotCapturableError if the graph holds only for some batch sizes."""
     for index, (shape, item) in enumerate(zip(traced_shapes(exported), data, strict=True)):
         if shape[0] is not None:
-            where = _deciding_line(exported, partial(_names, item.shape[0]))
+            where = _deciding_line(exported, item.shape[0]) or _line_with(exported, item.shape[0])
             raise NotCapturableError(
                 f"the batch size {item.shape[0]} of data input {index} is written into the code of model, loss or metric{where}",
                 hint="Use x.shape[0] or -1 for the batch size, not a number or len(x); the last batch of an epoch is smaller.",
@@ -222,7 +221,7 @@ def _check_dynamic(exported: ExportedProgram, data: Sequence[Tensor]) -> None:
         too_many = bounds.upper.is_number and bounds.upper.is_finite and bounds.upper < 2**31
         limited = symbol in samples and (bounds.lower > _LARGEST_LOWER_BOUND or too_many)
         if limited:
-            where = _deciding_line(exported, partial(_names, symbol))
+            where = _deciding_line(exported, symbol)
             raise NotCapturableError(
                 f"the model's code decides by the batch size{where}; the graph holds only for {bounds.lower} to {bounds.upper} samples",
                 hint="Remove the condition on the batch size; the last batch of an epoch is smaller.",
@@ -236,17 +235,24 @@ def _batch_symbols(exported: ExportedProgram) -> frozenset[Any]:
     return frozenset(symbol for size in sizes if isinstance(size, torch.SymInt) for symbol in size.node.expr.free_symbols)
 
 
-def _deciding_line(exported: ExportedProgram, concerns: Callable[[Any], bool]) -> str:
-    """Return ' at FILE:LINE: CODE' of the first decision about sizes that `concerns` says yes to; empty if its line is not known."""
+def _deciding_line(exported: ExportedProgram, item: Any) -> str:
+    """Return ' at FILE:LINE: CODE' of the first decision about sizes, if possible one that names `item`; empty if no line is known."""
     values = (node.meta.get("val") for node in exported.graph.nodes if node.op == "placeholder")
     mode = next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
-    for guard in mode.shape_env.guards if mode is not None and mode.shape_env is not None else ():
-        frame = guard.sloc.framework_loc
-        line = user_frame(frame) if isinstance(frame, FrameSummary) else ""
-        if line and concerns(guard.expr):
-            return line
+    if mode is None or mode.shape_env is None:
+        return ""
+    frames = [(guard.expr, guard.sloc.framework_loc) for guard in mode.shape_env.guards]
+    lines = [(expression, user_frame(frame)) for expression, frame in frames if isinstance(frame, FrameSummary)]
+    known = [(expression, line) for expression, line in lines if line]
+    return next((line for expression, line in known if item in expression.atoms()), known[0][1] if known else "")
+
+
+def _line_with(exported: ExportedProgram, size: int) -> str:
+    """Return ' at FILE:LINE: CODE' of the first operation that has the number `size` among its arguments; empty if there is none."""
+    for node in exported.graph.nodes:
+        numbers = [item for argument in node.args for item in (argument if isinstance(argument, list | tuple) else (argument,))]
+        if node.op == "call_function" and any(type(item) is int and item == size for item in numbers):
+            line = user_line_of_stack(node.stack_trace)
+            if line:
+                return line
     return ""
-
-
-def _names(item: Any, expression: Any) -> bool:
-    return item in expression.atoms()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roost.capture.lines import called_from_torch, calling_line
+from roost.capture.lines import called_from_torch, calling_line, is_users, line_of, users_frame
 from roost.errors import NotCapturableError
 
 _PYTHON_DRAWS = ("random", "randint", "uniform", "randrange", "choice", "choices", "sample", "shuffle", "gauss", "normalvariate")
@@ -64,7 +64,7 @@ def generator_states() -> dict[str, Any]:
 def have_drawn(before: Mapping[str, Any]) -> str:
     """Return the name of a generator that is no longer in the state it was in; empty if all are."""
     now = generator_states()
-    return next((name for name, state in before.items() if now[name] != state), "")
+    return next((name for name, state in before.items() if now.get(name) != state), "")
 
 
 @contextmanager
@@ -81,32 +81,33 @@ def kept_generator_states() -> Iterator[None]:
 
 
 def line_that_draws(run: Callable[[], object]) -> str:
-    """Run and return ' at FILE:LINE: CODE' of the first call, by whatever name, of Python's or numpy's global generator."""
-    drawers = [item for item in (_inner_python_drawer(), _numpy_drawer()) if item is not None]
-    found: list[str] = []
+    """Run and return ' at FILE:LINE: CODE' of the first line of the user's that changes Python's or numpy's global generator."""
+    before, found, current = generator_states(), "", ""
 
-    def watch(frame: FrameType, event: str, called: Any) -> None:
-        if event == "c_call" and not found and any(getattr(called, "__self__", None) is drawer for drawer in drawers):
-            found.append(calling_line(frame))
+    def in_users_code(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal found, current
+        if not found and have_drawn(before):
+            found = current
+        # The rest of a line goes on after what it calls has returned.
+        following = users_frame(frame.f_back) if event == "return" else frame
+        current = line_of(following) if following is not None else ""
+        return in_users_code
 
-    before = sys.getprofile()
-    sys.setprofile(watch)
+    def on_call(frame: FrameType, event: str, argument: Any) -> Any:
+        return in_users_code if is_users(frame.f_code.co_filename) else None
+
+    tracer = sys.gettrace()
+    sys.settrace(on_call)
     try:
         run()
     finally:
-        sys.setprofile(before)
-    return found[0] if found else ""
-
-
-def _inner_python_drawer() -> Any:
-    """Return the generator behind the functions of Python's random module."""
-    return getattr(random.random, "__self__", None)
+        sys.settrace(tracer)
+    return found
 
 
 def _numpy_drawer() -> Any:
     """Return the generator behind the functions of numpy.random; None while nobody has imported it."""
-    module = sys.modules.get("numpy.random")
-    return None if module is None else getattr(module.rand, "__self__", None)
+    return getattr(sys.modules.get("numpy.random.mtrand"), "_rand", None)
 
 
 def _refused() -> Iterator[tuple[Any, str, str, str]]:
@@ -212,12 +213,17 @@ def _refused_buffer_assignment(assigned: list[str]) -> Iterator[None]:
 def kept_attributes(module: nn.Module) -> Iterator[None]:
     """Put the attributes of all modules back at the end: what a forward stores there would be tensors without values."""
     kept = [(part, dict(part.__dict__)) for part in module.modules()]
+    # Hooks, too: a library that registers some at the first call notes that it has in a plain attribute.
+    contents = [(item, dict(item)) for _, attributes in kept for item in attributes.values() if isinstance(item, dict)]
     try:
         yield
     finally:
         for part, attributes in kept:
             part.__dict__.clear()
             part.__dict__.update(attributes)
+        for item, content in contents:
+            item.clear()
+            item.update(content)
 
 
 @contextmanager

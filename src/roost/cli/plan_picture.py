@@ -112,7 +112,7 @@ class _Picture:
         self._write(width - MARGIN, MARGIN + 20, rate, size=18, weight=650, anchor="end")
         if self._advice is not None:
             self._write(MARGIN, MARGIN + 46, self._advice.headline, size=13.5, room=room)
-        words = averaging_line(self._plan, self._config.averaging_interval)
+        words = averaging_line(self._plan, self._config.planned_interval)
         self._write(MARGIN, MARGIN + 68, words, size=12, colour=MUTED, room=room)
 
     def _cluster(self, cluster: ClusterPlan) -> None:

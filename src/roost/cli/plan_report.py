@@ -84,7 +84,7 @@ def _cluster_table(cluster: ClusterPlan, profile: ModelProfile, emulated: set[st
 
 
 def _below(plan: Plan, config: JobConfig) -> list[str]:
-    lines = [averaging_line(plan, config.averaging_interval)] if plan.rings else []
+    lines = [averaging_line(plan, config.planned_interval)] if plan.rings else []
     rings = [f"  ring {index}: {format_bytes(ring.nbytes)} on {' - '.join(ring.members)}" for index, ring in enumerate(plan.rings)]
     lines += rings[:MOST_RINGS]
     if len(rings) > MOST_RINGS:

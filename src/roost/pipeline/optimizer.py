@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
 from roost.config import OPTIMIZERS, SCHEDULES, JobConfig, NamedArguments
 from roost.errors import CheckpointMismatchError, InvalidConfigError
+from roost.pipeline.correction_factory import make_correction
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,9 @@ _ROUNDING = 1e-9
 _TORCH_ERRORS = (TypeError, ValueError, RuntimeError, ArithmeticError, KeyError)
 """What torch.optim raises for arguments it does not take."""
 
+CLIP_EPSILON = 1e-6
+"""Added to the norm that gradients are divided by, as torch.nn.utils.clip_grad_norm_ does."""
+
 
 class StageOptimizer:
     """Updates the trainable parameters of a stage and steps their schedule.
@@ -33,8 +39,11 @@ class StageOptimizer:
     start_updates + floor(u / share) steps, so with one cluster (share 1) this is optimizer.step(); scheduler.step().
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], config: JobConfig, share: float) -> None:
-        """Build for `parameters` by name. Raises InvalidConfigError with torch's own message for a bad argument."""
+    def __init__(self, parameters: Mapping[str, Parameter], config: JobConfig, share: float, *, parameter_share: float = 1.0) -> None:
+        """Build for `parameters` by name, which are `parameter_share` of the model's trainable elements.
+
+        Raises InvalidConfigError with torch's own message for a bad argument.
+        """
         if not 0 < share <= 1:
             raise InvalidConfigError(f"a cluster's share of the data must be in (0, 1], not {share}")
         self.updates = 0
@@ -44,7 +53,12 @@ class StageOptimizer:
         self._parameters = dict(parameters)
         self._share = share
         self._config = config
-        self._optimizer = build_optimizer(list(self._parameters.values()), config.optimizer)
+        self.correction = make_correction(config)
+        """What this stage does against staleness."""
+        self._arguments = self.correction.arguments(config.optimizer)
+        # Where no gradient stands out, a stage's part of the whole norm is the root of its share of the elements.
+        self._clip_norm = config.clip_norm * math.sqrt(parameter_share)
+        self._optimizer = build_optimizer(list(self._parameters.values()), self._arguments)
         self._schedule = None if config.schedule is None else _build_schedule(self._optimizer, config.schedule)
         with warnings.catch_warnings():
             # Replaying the schedule of a resumed run steps it before the first optimizer step, which torch warns of.
@@ -56,22 +70,33 @@ class StageOptimizer:
         """The learning rate of the next update."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def step(self, gradients: Mapping[str, Tensor]) -> None:
-        """Update the parameters with `gradients` (by name; a parameter without one is skipped), then step the schedule."""
-        for name, gradient in gradients.items():
+    def step(self, gradients: Mapping[str, Tensor], delay: float = 0.0, norm: float | None = None) -> None:
+        """Update the parameters with `gradients` (by name; a parameter without one is skipped), then step the schedule.
+
+        `delay` is the mean delay of the batch's micro-batches, in updates. Gradients are clipped by `norm`, that of the
+        whole model's, or where it is None to this stage's part of the job's clip_norm.
+        """
+        for name, gradient in self._clipped(gradients, norm).items():
             self._parameters[name].grad = gradient
-        self._optimizer.step()
+        changing = {name: self._parameters[name] for name in gradients}
+        self.correction.before_step(changing, self._optimizer)
+        with self._scaled_rate(self.correction.rate_factor(delay, self.schedule_steps)):
+            self._optimizer.step()
+        self.correction.after_step(changing, self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
         self.updates += 1
         self._step_schedule(self._config.start_updates + math.floor(self.updates / self._share + _ROUNDING))
 
     def state(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return the optimizer state of the parameters `names` as 'PARAMETER/KEY' tensors; they share its storage."""
+        """Return the state of optimizer and correction for the parameters `names` as 'PARAMETER/KEY' tensors; they share its storage."""
         return {
             f"{name}/{key}": value.detach()
             for name in names
             if name in self._parameters
-            for key, value in self._optimizer.state.get(self._parameters[name], {}).items()
+            for key, value in (
+                *self._optimizer.state.get(self._parameters[name], {}).items(),
+                *self.correction.state(name).items(),
+            )
             if isinstance(value, Tensor)
         }
 
@@ -80,21 +105,53 @@ class StageOptimizer:
 
         Raises CheckpointMismatchError if the state is not that of this optimizer and these parameters.
         """
-        known = _state_keys(self._config.optimizer)
+        known = _state_keys(self._arguments)
         for full_name, tensor in tensors.items():
             name, _, key = full_name.rpartition("/")
             parameter = self._parameters.get(name)
             if parameter is None:
                 raise CheckpointMismatchError(f"optimizer state {full_name!r} belongs to no trainable parameter of this stage")
+            if key in self.correction.state_keys:
+                self.correction.load(name, key, tensor.detach().clone().to(parameter.device))
+                continue
             if key not in known:
-                raise CheckpointMismatchError(
-                    f"optimizer state {full_name!r} is not of {self._config.optimizer.name}: it keeps {sorted(known)}"
-                )
+                raise CheckpointMismatchError(f"optimizer state {full_name!r} is not of {self._arguments.name}: it keeps {sorted(known)}")
             if tensor.dim() > 0 and tensor.shape != parameter.shape:
                 raise CheckpointMismatchError(
                     f"optimizer state {full_name!r} has shape {tuple(tensor.shape)}, not {tuple(parameter.shape)}"
                 )
             self._optimizer.state[parameter][key] = tensor.detach().clone().to(self._state_device(key, parameter))
+        for name in {full_name.rpartition("/")[0] for full_name in tensors}:
+            missing = known - self._optimizer.state[self._parameters[name]].keys()
+            if missing:
+                raise CheckpointMismatchError(
+                    f"the optimizer state of {name!r} lacks {sorted(missing)}, which {self._arguments.name} keeps",
+                    hint="Resume with the optimizer and the correction that the checkpoint was made with.",
+                )
+
+    def _clipped(self, gradients: Mapping[str, Tensor], norm: float | None) -> Mapping[str, Tensor]:
+        if self._config.clip_norm == 0 or not gradients:
+            return gradients
+        # As torch.nn.utils.clip_grad_norm_, but not in place: autograd may have given one tensor out twice.
+        if norm is None:
+            own = get_total_norm(gradients.values())
+            factor: Tensor | float = torch.clamp(self._clip_norm / (own + CLIP_EPSILON), max=1.0)
+        else:
+            factor = min(self._config.clip_norm / (norm + CLIP_EPSILON), 1.0)
+        return {name: gradient * factor for name, gradient in gradients.items()}
+
+    @contextmanager
+    def _scaled_rate(self, factor: float) -> Iterator[None]:
+        if factor == 1.0:
+            yield
+            return
+        groups = self._optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        for group in groups:
+            group["lr"] = group["lr"] * factor
+        yield
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
     def _state_device(self, key: str, parameter: Parameter) -> torch.device:
         # torch keeps step counts in host memory unless the optimizer reads them on the device.
@@ -117,7 +174,7 @@ class StageOptimizer:
 def check_optimizer(config: JobConfig) -> None:
     """Raise InvalidConfigError, with torch's own message, if optimizer or schedule cannot be built and stepped."""
     parameter = Parameter(torch.zeros(1))
-    optimizer = build_optimizer([parameter], config.optimizer)
+    optimizer = build_optimizer([parameter], make_correction(config).arguments(config.optimizer))
     schedule = None if config.schedule is None else _build_schedule(optimizer, config.schedule)
     parameter.grad = torch.zeros(1)
     _call(config.optimizer, optimizer.step)

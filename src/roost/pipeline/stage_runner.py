@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from roost.config import JobConfig
 from roost.errors import NonFiniteLossError, ProtocolError, StageFailedError
+from roost.pipeline.corrections import Correction, mean_delay
 from roost.pipeline.optimizer import StageOptimizer
 from roost.pipeline.program_interface import DATA_SOURCE, RunnableProgram
 from roost.pipeline.random_state import ForwardRandomness
@@ -57,6 +58,8 @@ class _InFlight:
     """What the backward of a micro-batch needs. Edges, not tensors: a sent value is kept only if the graph needs it."""
 
     micro_batch: MicroBatch
+    updates: int
+    """Updates applied here before its forward."""
     version: WeightVersion
     received: dict[int, Tensor]
     """Leaves for the received values that carry a gradient."""
@@ -71,6 +74,8 @@ class _BatchGradients:
 
     micro_batches: int = 0
     samples: int = 0
+    delays: list[int] = field(default_factory=list)
+    """Per micro-batch: updates of this stage between its forward and this batch's update."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
     """Names whose sum is a tensor made here, so that it may change in place: autograd gives some gradients out twice."""
@@ -98,12 +103,14 @@ class StageRunner:
         device: torch.device | str = "cpu",
         *,
         carries_rng: bool = False,
+        parameter_share: float = 1.0,
     ) -> None:
         """Build a stage of `tensors` (owned and shared, by name), which become the runner's own and change in place.
 
         `share` is the fraction of the data this cluster consumes; `carries_rng` says that a later stage draws random
-        numbers. Raises StageFailedError for a tensor that is missing or differs from the program's record, and
-        InvalidConfigError for an optimizer or schedule that torch refuses.
+        numbers; `parameter_share` is this stage's fraction of the model's trainable elements. Raises StageFailedError for a
+        tensor that is missing or differs from the program's record, and InvalidConfigError for an optimizer, schedule or
+        correction that cannot work.
         """
         _check_tensors(program, tensors)
         self._program = program
@@ -111,7 +118,14 @@ class StageRunner:
         self._job = config.job_id
         self._versions = WeightVersions(program.tensors, tensors, self._device)
         self._trainable = tuple(self._versions.parameters)
-        self._optimizer = StageOptimizer(self._versions.parameters, config, share) if self._trainable else None
+        self._optimizer = (
+            StageOptimizer(self._versions.parameters, config, share, parameter_share=parameter_share) if self._trainable else None
+        )
+        self._correction = self._optimizer.correction if self._optimizer is not None else Correction()
+        self._delay = 0.0  # mean delay of the last batch that was applied
+        self._predicted: dict[str, Tensor] | None = None  # weights for forwards, until weights change
+        self._flush = config.mode == "sync"
+        self._waiting_averages: list[tuple[dict[str, Tensor], ...]] = []  # average and snapshot of each
         self._random = ForwardRandomness(stage=program.index, draws=program.draws_random, carries=carries_rng, device=self._device)
         self._sent = frozenset(number for numbers in program.sends.values() for number in numbers)
         self._in_flight: dict[int, _InFlight] = {}
@@ -159,11 +173,12 @@ class StageRunner:
         if mb.number in self._in_flight:
             raise ProtocolError(f"stage {self._program.index}: micro-batch {mb.number} is in flight already")
         arguments, received = self._leaves(values)
+        predicted = self._predicted_weights()
         with (
             torch.enable_grad(),
             self._failing(mb.number, "forward"),
             self._random.forward(mb.seed, rng_state),
-            self._versions.forward() as tensors,
+            self._versions.forward(predicted) as tensors,
         ):
             produced = self._program.run(arguments, tensors, training=True)
         loss = self._loss_of(produced)
@@ -175,7 +190,9 @@ class StageRunner:
             for value in self._sent & self._program.differentiable
             if produced[value].requires_grad
         }
-        self._in_flight[mb.number] = _InFlight(micro_batch=mb, version=self._versions.take(), received=received, edges=edges, loss=loss)
+        self._in_flight[mb.number] = _InFlight(
+            micro_batch=mb, updates=self._updates, version=self._versions.take(predicted), received=received, edges=edges, loss=loss
+        )
         outputs = {value: produced[value].detach() for value in self._sent}
         return ForwardResult(outputs=outputs, rng_state=self._random.after, loss=number)
 
@@ -196,6 +213,10 @@ class StageRunner:
         batch = self._batches.setdefault(flight.micro_batch.batch, _BatchGradients())
         batch.micro_batches += 1
         batch.samples += flight.micro_batch.samples
+        # No update comes between a backward and its own batch's update: batches end in order, and each is applied at once.
+        batch.delays.append(self._updates - flight.updates)
+        if self._correction.compensates:
+            by_name = self._compensated(by_name, flight)
         for name, gradient in by_name.items():
             batch.add(name, gradient)
         return {
@@ -204,9 +225,21 @@ class StageRunner:
             if source != DATA_SOURCE
         }
 
-    def update(self, batch: int) -> None:
+    def gradient_square(self, batch: int) -> float:
+        """Return the squared norm of this stage's gradient of `batch`, all of whose micro-batches went backward.
+
+        Raises NonFiniteLossError if it is not finite.
+        """
+        sums = self._batches[batch].sums.values() if batch in self._batches else ()
+        square = sum(float(torch.linalg.vector_norm(gradient.float())) ** 2 for gradient in sums)
+        if not math.isfinite(square):
+            raise NonFiniteLossError(f"the gradient of batch {batch} is not finite on stage {self._program.index}")
+        return square
+
+    def update(self, batch: int, norm: float | None = None) -> None:
         """Apply the gradients of `batch`, all of whose micro-batches went backward, and step the schedule.
 
+        `norm` is that of all stages' gradients together, to clip by; None if it is not known, and each stage clips its part.
         Micro-batches still in flight keep the weights of their forward. Raises ProtocolError for a batch that has no
         gradients here.
         """
@@ -215,9 +248,14 @@ class StageRunner:
             raise ProtocolError(f"stage {self._program.index}: no micro-batch of batch {batch} went backward")
         if self._optimizer is not None:
             self._versions.make_writable(gradients.sums)
-            self._optimizer.step(gradients.sums)
+            self._delay = mean_delay(gradients.delays)
+            self._optimizer.step(gradients.sums, self._delay, norm)
+            self._predicted = None
         self._updates += 1
         self._samples += gradients.samples
+        waiting, self._waiting_averages = self._waiting_averages, []
+        for average, snapshot in waiting:
+            self.apply_average(average, snapshot)
         logger.debug(
             "update job=%s stage=%d step=%d micro_batches=%d samples=%d",
             self._job,
@@ -265,10 +303,16 @@ class StageRunner:
     def apply_average(self, average: Mapping[str, Tensor], snapshot: Mapping[str, Tensor]) -> None:
         """Set w to w + (average - snapshot), for parameters and float buffers; to the average itself if w is the snapshot.
 
-        That keeps the updates made while the round ran. Micro-batches in flight keep the weights of their forward.
+        That keeps the updates made while the round ran. Micro-batches in flight keep the weights of their forward. In mode
+        "sync" it happens after the update of the batch that has begun here, so that a batch sees one version of the weights.
         """
+        if self._flush and (self._in_flight or self._batches):
+            # Copies, since a ring's next round may use the memory of this one.
+            self._waiting_averages.append(tuple({name: tensor.clone() for name, tensor in part.items()} for part in (average, snapshot)))
+            return
         with torch.no_grad():
             self._versions.write({name: self._shifted(name, average[name], snapshot[name]) for name in average})
+        self._predicted = None
 
     def state(self) -> dict[str, Tensor]:
         """Return the owned parameters and buffers by name. They share storage: copy what must outlive the next change."""
@@ -312,6 +356,29 @@ class StageRunner:
         by_name = {name: gradient for name, gradient in zip(self._trainable, found[:split], strict=True) if gradient is not None}
         by_value = {value: gradient for value, gradient in zip(flight.received, found[split:], strict=True) if gradient is not None}
         return by_name, by_value
+
+    def _predicted_weights(self) -> dict[str, Tensor]:
+        """Return leaves to run forwards on instead of the current weights; the same ones until the weights change."""
+        if not self._correction.predicts:
+            return {}
+        if self._predicted is None:
+            with torch.no_grad():
+                now = {name: self._versions.tensor(name) for name in self._trainable}
+                self._predicted = self._correction.predicted(now, self._delay)
+            for tensor in self._predicted.values():
+                tensor.requires_grad_()
+        return self._predicted
+
+    def _compensated(self, by_name: Mapping[str, Tensor], flight: _InFlight) -> dict[str, Tensor]:
+        fraction = flight.micro_batch.samples / flight.micro_batch.batch_samples
+        now, then = self._versions.current.tensors, flight.version.tensors
+        with torch.no_grad():
+            return {
+                name: gradient
+                if now[name] is then[name]
+                else self._correction.compensated(name, gradient, now[name] - then[name], fraction)
+                for name, gradient in by_name.items()
+            }
 
     def _shifted(self, name: str, average: Tensor, snapshot: Tensor) -> Tensor:
         now = self._versions.tensor(name)

@@ -49,8 +49,15 @@ class WeightVersions:
         """Versions in memory, the current one included."""
         return 1 + len(self._older)
 
-    def take(self) -> WeightVersion:
-        """Return the current version and count one more micro-batch in flight on it."""
+    def take(self, instead: Mapping[str, Tensor] | None = None) -> WeightVersion:
+        """Return the current version and count one more micro-batch in flight on it.
+
+        With `instead`, return a version of its own, which holds these tensors for the current ones of their names.
+        """
+        if instead:
+            version = WeightVersion(tensors={**self.current.tensors, **instead}, in_flight=1)
+            self._older.append(version)
+            return version
         self.current.in_flight += 1
         return self.current
 
@@ -86,8 +93,8 @@ class WeightVersions:
             self.current.tensors[name].data.copy_(value)
 
     @contextmanager
-    def forward(self) -> Iterator[Mapping[str, Tensor]]:
-        """Give the tensors for a training forward.
+    def forward(self, instead: Mapping[str, Tensor] | None = None) -> Iterator[Mapping[str, Tensor]]:
+        """Give the tensors for a training forward: the current ones, but `instead` of those of its names.
 
         The first forward shows which float buffers the program changes in place. Autograd would refuse the backward of an
         older forward that saved them, so later forwards get them in storage of their own while older ones are in flight.
@@ -95,12 +102,12 @@ class WeightVersions:
         """
         if self._rewritten is None:
             before = {name: tensor._version for name, tensor in self.current.tensors.items() if self._is_float_buffer(name)}
-            yield self.current.tensors
+            yield {**self.current.tensors, **instead} if instead else self.current.tensors
             self._rewritten = [name for name, counter in before.items() if self.current.tensors[name]._version != counter]
             return
         if self._rewritten:
             self.make_writable(self._rewritten)
-        yield self.current.tensors
+        yield {**self.current.tensors, **instead} if instead else self.current.tensors
 
     def _is_float_buffer(self, name: str) -> bool:
         return name not in self.parameters and self.current.tensors[name].is_floating_point()

@@ -10,7 +10,7 @@ For a stage with units first .. last-1 that may have F micro-batches in flight:
     + values that arrive                          2 * crossing_bytes before the stage (one in use, one arriving);
                                                   at stage 0 two whole batches of inputs and labels
     + values and gradients at the far end         2 * crossing_bytes after the stage
-    + averaging, with more than one cluster       2 * averaged_bytes       (the snapshot and the sum that goes round the ring)
+    + averaging, with more than one cluster       2 * averaged_bytes       (the snapshot and the sum; more with compression)
 
 V is the staleness bound: F micro-batches in flight were forwarded with at most that many versions besides the current one
 (one more for a moment, at the end of an epoch whose last batch has fewer micro-batches).
@@ -57,6 +57,8 @@ class MemoryModel:
 
     costs: UnitCosts
     optimizer_copies: int
+    averaging_copies: int = AVERAGING_COPIES
+    """Copies of its averaged tensors that averaging needs; more with compression or an outer optimizer (JobConfig.averaging_copies)."""
     _matrices: dict[tuple[int, bool], Floats] = field(default_factory=dict)
 
     def stage_bytes(self, first: npt.ArrayLike, last: npt.ArrayLike, max_in_flight: int, averaging: bool) -> Floats:
@@ -72,7 +74,7 @@ class MemoryModel:
         needed = total(costs.tensor_bytes) + copies * total(costs.trainable_bytes) + max_in_flight * total(costs.saved_bytes)
         needed = needed + BUFFERED_TRANSFERS * (arriving + costs.crossing_bytes[last])
         if averaging:
-            needed = needed + AVERAGING_COPIES * total(costs.averaged_bytes)
+            needed = needed + self.averaging_copies * total(costs.averaged_bytes)
         return np.asarray(needed, dtype=np.float64)
 
     def matrix(self, max_in_flight: int, averaging: bool) -> Floats:

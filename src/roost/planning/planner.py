@@ -213,7 +213,7 @@ class Planner:
 
 
 def _cutter(pool: tuple[NodeProfile, ...], network: Network, costs: UnitCosts, config: JobConfig, options: PlanningConfig) -> StageCutter:
-    memory = MemoryModel(costs=costs, optimizer_copies=optimizer_copies(config.optimizer))
+    memory = MemoryModel(costs=costs, optimizer_copies=optimizer_copies(config.optimizer), averaging_copies=config.averaging_copies)
     maker = TableMaker(costs=costs, memory=memory, network=network, config=config, options=options)
     return StageCutter(nodes=pool, maker=maker)
 

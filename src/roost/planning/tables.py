@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from roost.config import JobConfig, PlanningConfig
+from roost.config import BYTES_PER_AVERAGED_BYTE, JobConfig, PlanningConfig
 from roost.planning.cost import Floats, UnitCosts
 from roost.planning.memory import MemoryModel
 from roost.planning.network import Network
@@ -100,7 +100,7 @@ class TableMaker:
 
     def round_bytes(self, first: int, last: int, clusters: int) -> float:
         """Return the bytes that a stage sends (and receives) in one averaging round."""
-        updates = self.config.averaging_interval * self.costs.micro_batches_per_batch
+        updates = self.config.planned_interval * self.costs.micro_batches_per_batch
         averaged = self.costs.averaged_bytes
         return self._averaging_share(clusters) * updates * float(averaged[last] - averaged[first])
 
@@ -111,13 +111,18 @@ class TableMaker:
 
     def averaging_copies(self, clusters: int) -> Floats:
         """Return the bytes per micro-batch that averaging reads and writes in memory, as prefix sums over units."""
-        updates = self.config.averaging_interval * self.costs.micro_batches_per_batch
+        updates = self.config.planned_interval * self.costs.micro_batches_per_batch
         return np.asarray(self.costs.averaged_bytes * ((AVERAGING_PASSES if clusters > 1 else 0) / updates), dtype=np.float64)
+
+    @property
+    def averaging_compression(self) -> float:
+        """Bytes on the wire per byte of averaged parameters, by the planner's options and the job's codec."""
+        return self.options.averaging_compression * BYTES_PER_AVERAGED_BYTE[self.config.averaging_compression]
 
     def _averaging_share(self, clusters: int) -> float:
         """Return the bytes per micro-batch and per averaged byte that a ring of that many members sends."""
-        updates = self.config.averaging_interval * self.costs.micro_batches_per_batch
-        return 2 * (clusters - 1) / clusters * self.options.averaging_compression / updates
+        updates = self.config.planned_interval * self.costs.micro_batches_per_batch
+        return 2 * (clusters - 1) / clusters * self.averaging_compression / updates
 
     def _compute(self, nodes: Sequence[NodeProfile]) -> Floats:
         costs, memory = self.costs, self.memory

@@ -38,9 +38,9 @@ def write_plan(profile: ModelProfile, cutter: StageCutter, clusters: Sequence[Cl
         for cut, period in zip(clusters, periods, strict=True)
         for k, node in enumerate(cut.nodes)
     }
-    round_s = round_seconds(segments, network, piped, cutter.maker.options.averaging_compression)
+    round_s = round_seconds(segments, network, piped, cutter.maker.averaging_compression)
     fastest = min(periods) * cutter.costs.micro_batches_per_batch
-    interval = cutter.maker.config.averaging_interval
+    interval = cutter.maker.config.planned_interval
     round_updates = max(float(interval), round_s / fastest) if len(clusters) > 1 else 0.0
     plans = tuple(
         ClusterPlan(

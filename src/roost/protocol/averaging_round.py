@@ -9,19 +9,76 @@ Rounds are numbered upward from 1. An ordered round (all clusters drained, so it
 knows in advance, `ordered_round(k)` for the k-th order, so nobody can mistake a background round for it. A member joins
 a round when it hears of it: by its own request, an Open, or a chunk. Whatever a peer sends of later rounds is remembered.
 
-Deadlines count from the moment a round was first heard of, so that all members give up at about the same time. Messages
-from one peer must arrive in the order they were sent: then a chunk of a later round tells that the previous member has left
-this round, and it is abandoned at once.
+A chunk travels in pieces: a member passes a piece on as soon as it has added its own, while the next one is on its way, so
+that its line never waits (docs/averaging.md). Pieces of a step come in order, and so do steps.
+
+A ring that compresses, or has an outer optimizer, averages differences to the mean of the last round it finished: the base.
+Whoever opens a round states the base and the codec. A member with another base (it gave up a round that others finished)
+leaves the round and opens the next one for the values themselves; that gives all members the same base again.
+
+Deadlines count from the last progress of a round, so that all members give up at about the same time. Messages from one
+peer must arrive in the order they were sent: then a chunk of a later round tells that the previous member has left this
+round, and it is abandoned at once.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from enum import StrEnum
 
+from roost.config import AveragingCodec
 from roost.errors import ProtocolError
+from roost.protocol.averaging_events import (
+    NO_BASE,
+    PLAIN,
+    AbandonRound,
+    AddChunk,
+    ApplyAverage,
+    AverageApplied,
+    ChunkArrived,
+    ChunkRefused,
+    DeadlinePassed,
+    OpenReceived,
+    RingEvent,
+    RingInstruction,
+    RoundTerms,
+    ScaleChunk,
+    SendChunk,
+    SendOpen,
+    SnapshotTaken,
+    StartRequested,
+    StoreChunk,
+    TakeSnapshot,
+)
 from roost.protocol.machine import StateMachine
+
+__all__ = [
+    "NO_BASE",
+    "ORDER_STRIDE",
+    "PLAIN",
+    "TRANSITIONS",
+    "AbandonRound",
+    "AddChunk",
+    "ApplyAverage",
+    "AverageApplied",
+    "ChunkArrived",
+    "ChunkRefused",
+    "DeadlinePassed",
+    "OpenReceived",
+    "RingEvent",
+    "RingInstruction",
+    "RingMember",
+    "RingState",
+    "RoundTerms",
+    "ScaleChunk",
+    "SendChunk",
+    "SendOpen",
+    "SnapshotTaken",
+    "StartRequested",
+    "StoreChunk",
+    "TakeSnapshot",
+    "ordered_round",
+]
 
 ORDER_STRIDE = 1 << 20
 """Round numbers between two ordered rounds: more background rounds than fit between two synchronisation points."""
@@ -30,132 +87,6 @@ ORDER_STRIDE = 1 << 20
 def ordered_round(order: int) -> int:
     """Return the number of the ordered round of the `order`-th synchronisation point (1, 2, ...)."""
     return order * ORDER_STRIDE
-
-
-@dataclass(frozen=True, kw_only=True)
-class StartRequested:
-    """The member should start a round: its own threshold is reached, or the coordinator orders one."""
-
-    now: float
-    order: int = 0
-    """k for the k-th order of the coordinator (counted from 1), 0 for a background round."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenReceived:
-    """A peer has opened this round."""
-
-    round: int
-    now: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class SnapshotTaken:
-    """The snapshot that TakeSnapshot asked for exists: the chunks hold weight * values."""
-
-    round: int
-    weight: float
-    """Samples this cluster has consumed since its last finished round; not negative."""
-    now: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkArrived:
-    """The previous member sent a chunk; the shell keeps its buffer under (round, step) while `wants(round)`."""
-
-    round: int
-    step: int
-    chunk: int
-    weight: float
-    """In reduce-scatter the samples behind the partial sum, in all-gather their total."""
-    now: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class AverageApplied:
-    """The weights now contain the average that ApplyAverage asked for."""
-
-    round: int
-    now: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeadlinePassed:
-    """The shell's timer for `deadline` has run out; ignored if the deadline has moved since."""
-
-    now: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class SendOpen:
-    """Tell `peer` that this round is open."""
-
-    peer: str
-    round: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class TakeSnapshot:
-    """Between two updates, copy the segment, multiply it by the weight, then report SnapshotTaken."""
-
-    round: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class SendChunk:
-    """Send the local chunk, as it is now, to `peer`."""
-
-    peer: str
-    round: int
-    step: int
-    chunk: int
-    weight: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class AddChunk:
-    """Add the buffer that was received under (round, step) to the local chunk."""
-
-    round: int
-    step: int
-    chunk: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class StoreChunk:
-    """Replace the local chunk by the buffer that was received under (round, step): it is the mean."""
-
-    round: int
-    step: int
-    chunk: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScaleChunk:
-    """Divide the local chunk by the total weight: it becomes the mean."""
-
-    chunk: int
-    total_weight: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ApplyAverage:
-    """All chunks are means: between two updates do weights += mean - snapshot, then report AverageApplied."""
-
-    round: int
-    total_weight: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class AbandonRound:
-    """Drop the snapshot and every buffer of this round; the weights stay as they are."""
-
-    round: int
-    reason: str
-
-
-RingEvent = StartRequested | OpenReceived | SnapshotTaken | ChunkArrived | AverageApplied | DeadlinePassed
-RingInstruction = SendOpen | TakeSnapshot | SendChunk | AddChunk | StoreChunk | ScaleChunk | ApplyAverage | AbandonRound
 
 
 class RingState(StrEnum):
@@ -178,6 +109,7 @@ TRANSITIONS: dict[RingState, dict[type[object], RingState | tuple[RingState, ...
         OpenReceived: _RESTART,
         ChunkArrived: _RESTART,
         SnapshotTaken: _S.IDLE,
+        ChunkRefused: _S.IDLE,
         DeadlinePassed: _S.IDLE,
     },
     _S.SNAPSHOTTING: {
@@ -185,6 +117,7 @@ TRANSITIONS: dict[RingState, dict[type[object], RingState | tuple[RingState, ...
         OpenReceived: _S.SNAPSHOTTING,
         ChunkArrived: _RESTART,
         SnapshotTaken: (_S.IDLE, _S.SNAPSHOTTING, _S.REDUCING, _S.GATHERING),
+        ChunkRefused: _RESTART,
         DeadlinePassed: _RESTART,
     },
     _S.REDUCING: {
@@ -192,6 +125,7 @@ TRANSITIONS: dict[RingState, dict[type[object], RingState | tuple[RingState, ...
         OpenReceived: _S.REDUCING,
         ChunkArrived: (_S.IDLE, _S.SNAPSHOTTING, _S.REDUCING, _S.GATHERING),
         SnapshotTaken: _S.REDUCING,
+        ChunkRefused: (_S.IDLE, _S.SNAPSHOTTING, _S.REDUCING),
         DeadlinePassed: (_S.IDLE, _S.SNAPSHOTTING, _S.REDUCING),
     },
     _S.GATHERING: {
@@ -199,6 +133,7 @@ TRANSITIONS: dict[RingState, dict[type[object], RingState | tuple[RingState, ...
         OpenReceived: _S.GATHERING,
         ChunkArrived: (_S.IDLE, _S.SNAPSHOTTING, _S.GATHERING, _S.APPLYING),
         SnapshotTaken: _S.GATHERING,
+        ChunkRefused: (_S.IDLE, _S.SNAPSHOTTING, _S.GATHERING),
         DeadlinePassed: (_S.IDLE, _S.SNAPSHOTTING, _S.GATHERING),
     },
     _S.APPLYING: {
@@ -206,6 +141,7 @@ TRANSITIONS: dict[RingState, dict[type[object], RingState | tuple[RingState, ...
         OpenReceived: _S.APPLYING,
         ChunkArrived: _S.APPLYING,
         SnapshotTaken: _S.APPLYING,
+        ChunkRefused: _RESTART,
         AverageApplied: _RESTART,
         DeadlinePassed: _S.APPLYING,
     },
@@ -215,22 +151,43 @@ TRANSITIONS: dict[RingState, dict[type[object], RingState | tuple[RingState, ...
 class RingMember:
     """Takes one node through the rounds of one ring, one round at a time."""
 
-    def __init__(self, segment: int, members: tuple[str, ...], me: str, deadline_s: float) -> None:
-        """`members` in ring order, `me` among them; a round is abandoned `deadline_s` after it was first heard of."""
+    def __init__(
+        self,
+        segment: int,
+        members: tuple[str, ...],
+        me: str,
+        deadline_s: float,
+        *,
+        pieces: int = 1,
+        codec: AveragingCodec = AveragingCodec.NONE,
+        differences: bool = False,
+    ) -> None:
+        """`members` in ring order, `me` among them; a round is abandoned `deadline_s` after it was first heard of or last moved.
+
+        `pieces`, the same for all members, is how many a chunk travels in. `codec` is that of background rounds; with
+        `differences` (any codec but NONE needs it) differences to the last mean are averaged.
+        """
         self._name = f"ring of segment {segment} at {me}"
         self._members = members
         self._me = me
         self._deadline_s = deadline_s
+        self._pieces = pieces
+        self._codec = codec
+        self._differences = differences
         self._machine = StateMachine(self._name, RingState.IDLE, TRANSITIONS)
         self._target = RingState.IDLE  # the state after the event that is being handled
         self._round = 0  # the current round, or the last one
+        self._terms = PLAIN  # of the current round
         self._finished = 0
-        self._started = 0.0
-        self._step = 0  # the step whose chunk is taken in next
+        self._moved_at = 0.0  # when the current round was first heard of, or last moved
+        self._step = 0  # the step and the piece that are taken in next
+        self._piece = 0
         self._weight = 0.0
-        self._chunks: dict[int, dict[int, ChunkArrived]] = {}  # round -> step -> arrival; the current round and later ones
-        self._heard: dict[int, float] = {}  # later rounds, with the time each was first heard of
+        # round -> (step, piece) -> arrival; the current round and later ones
+        self._chunks: dict[int, dict[tuple[int, int], ChunkArrived]] = {}
+        self._heard: dict[int, tuple[float, RoundTerms]] = {}  # later rounds, when each was first heard of, and how it goes
         self._requested = False  # a background round shall follow
+        self._plain_next = False  # the next round that is opened here shall give all members the same base
         self._ordered = 0  # the ordered round that shall follow; 0 means none
 
     @property
@@ -257,7 +214,7 @@ class RingMember:
     def deadline(self) -> float | None:
         """When to report DeadlinePassed; None if no round waits for others."""
         waiting = self._machine.state not in (RingState.IDLE, RingState.APPLYING)
-        return self._started + self._deadline_s if waiting else None
+        return self._moved_at + self._deadline_s if waiting else None
 
     def wants(self, number: int) -> bool:
         """Return True if chunks of round `number` are still of use: the shell drops the buffers of all others."""
@@ -275,13 +232,15 @@ class RingMember:
         if isinstance(event, StartRequested):
             out = self._request(event)
         elif isinstance(event, OpenReceived):
-            out = self._hear(event.round, event.now)
+            out = self._hear(event.round, event.terms, event.now)
         elif isinstance(event, SnapshotTaken):
             out = self._snapshot(event)
         elif isinstance(event, ChunkArrived):
             out = self._chunk(event)
         elif isinstance(event, AverageApplied):
             out = self._applied(event)
+        elif isinstance(event, ChunkRefused):
+            out = self._refuse(event)
         else:
             out = self._expire(event)
         self._machine.move(event, self._target)
@@ -298,10 +257,10 @@ class RingMember:
             self._ordered = 0 if running else max(ordered_round(event.order), self._round + 1)
         return self._next_round(event.now) if self._target is RingState.IDLE else []
 
-    def _hear(self, number: int, now: float) -> list[RingInstruction]:
+    def _hear(self, number: int, terms: RoundTerms, now: float) -> list[RingInstruction]:
         if number <= self._round:
             return []
-        self._heard.setdefault(number, now)
+        self._heard.setdefault(number, (now, terms))
         for old in self._superseded():
             self._heard.pop(old, None)
             self._chunks.pop(old, None)
@@ -317,7 +276,7 @@ class RingMember:
 
     def _next_round(self, now: float) -> list[RingInstruction]:
         """Begin the round that is due, if any; rounds whose deadline has passed are skipped."""
-        while self._heard and now >= self._heard[min(self._heard)] + self._deadline_s:
+        while self._heard and now >= self._heard[min(self._heard)][0] + self._deadline_s:
             skipped = min(self._heard)
             self._round = max(self._round, skipped)
             self._forget(skipped)
@@ -331,16 +290,29 @@ class RingMember:
 
     def _begin(self, number: int, now: float) -> list[RingInstruction]:
         joined = number in self._heard
-        self._started = self._heard.get(number, now)
+        ordered = 0 < self._ordered <= number
+        self._moved_at, terms = self._heard.pop(number, (now, self._own_terms(exact=ordered)))
         self._round = number
         self._forget(number - 1)
-        self._heard.pop(number, None)
+        if terms.base not in (NO_BASE, self._finished):
+            # Its values would be differences to other weights than those the opener speaks of.
+            self._forget(number)
+            self._plain_next = self._requested = True
+            return self._next_round(now)
+        self._terms = terms
         self._requested = False
-        self._ordered = 0 if self._ordered <= number else self._ordered
-        self._step = 0
+        self._plain_next = self._plain_next and terms.base != NO_BASE
+        self._ordered = 0 if ordered else self._ordered
+        self._step = self._piece = 0
         self._target = RingState.SNAPSHOTTING
-        opens: list[RingInstruction] = [] if joined else [SendOpen(peer=peer, round=number) for peer in self._members if peer != self._me]
-        return [*opens, TakeSnapshot(round=number)]
+        opens: list[RingInstruction] = [] if joined else [SendOpen(peer=peer, round=number, terms=terms) for peer in self._others]
+        return [*opens, TakeSnapshot(round=number, terms=terms)]
+
+    def _own_terms(self, *, exact: bool) -> RoundTerms:
+        """Return how a round goes that is opened here."""
+        if not self._differences or self._plain_next:
+            return PLAIN
+        return RoundTerms(base=self._finished, codec=AveragingCodec.NONE if exact else self._codec)
 
     def _forget(self, last: int) -> None:
         """Drop what is remembered of rounds up to `last`."""
@@ -363,6 +335,11 @@ class RingMember:
         self._target = RingState.IDLE
         return self._next_round(event.now)
 
+    def _refuse(self, event: ChunkRefused) -> list[RingInstruction]:
+        # Pieces are added after this member has decided: the last of them can be refused when the average is about to be applied.
+        current = event.round == self._round and self._target is not RingState.IDLE
+        return self._abandon(event.reason, event.now) if current else []
+
     def _expire(self, event: DeadlinePassed) -> list[RingInstruction]:
         deadline = self.deadline
         if deadline is None or event.now < deadline:
@@ -380,56 +357,78 @@ class RingMember:
             raise self._broken(f"the weight of the snapshot of round {event.round} is {event.weight}")
         self._weight = event.weight
         self._target = RingState.REDUCING
-        first = self._send(0, self._position % len(self._members), event.weight)
-        return [first, *self._advance(event.now)]
+        first = [self._send(0, self._position, piece, event.weight) for piece in range(self._pieces)]
+        return [*first, *self._advance(event.now)]
 
     def _chunk(self, event: ChunkArrived) -> list[RingInstruction]:
         self._check_chunk(event)
         current = self._target is not RingState.IDLE and event.round == self._round
         if not current and event.round <= self._round:
             return []
-        steps = self._chunks.setdefault(event.round, {})
-        if event.step in steps:
+        pieces = self._chunks.setdefault(event.round, {})
+        if (event.step, event.piece) in pieces:
             raise self._broken(f"step {event.step} of round {event.round} arrived twice")
-        steps[event.step] = event
+        first = pieces.get((event.step, 0), event)
+        if first.weight != event.weight or first.terms != event.terms:
+            raise self._broken(f"the pieces of step {event.step} of round {event.round} contradict each other")
+        pieces[event.step, event.piece] = event
         if current:
-            return self._advance(event.now) if self._target is not RingState.SNAPSHOTTING else []
-        out = self._hear(event.round, event.now)
+            return self._take_in(event)
+        out = self._hear(event.round, event.terms, event.now)
         if out or self._target in (RingState.IDLE, RingState.APPLYING):
             return out
-        if len(self._chunks.get(self._round, {})) < self._steps:
+        if len(self._chunks.get(self._round, {})) < self._steps * self._pieces:
             return self._abandon(f"{self._neighbour(-1)} has left it for round {event.round}", event.now)
         return []
 
+    def _take_in(self, event: ChunkArrived) -> list[RingInstruction]:
+        """Go on with the current round."""
+        if event.terms != self._terms and self._target is not RingState.APPLYING:
+            self._plain_next = self._requested = True
+            return self._abandon(f"{self._neighbour(-1)} averages {event.terms}, not {self._terms}", event.now)
+        self._moved_at = max(self._moved_at, event.now)
+        return self._advance(event.now) if self._target is not RingState.SNAPSHOTTING else []
+
     def _advance(self, now: float) -> list[RingInstruction]:
-        """Take in the chunks that have arrived, in the order of their steps."""
+        """Take in the pieces that have arrived, in their order."""
         out: list[RingInstruction] = []
         arrived = self._chunks.get(self._round, {})
-        while self._target is not RingState.APPLYING and self._step in arrived:
-            event = arrived[self._step]
+        while self._target is not RingState.APPLYING and (event := arrived.get((self._step, self._piece))) is not None:
             reducing = self._step <= self._last_reduce
             kind = AddChunk if reducing else StoreChunk
-            out.append(kind(round=self._round, step=self._step, chunk=event.chunk))
+            out.append(kind(round=self._round, step=self._step, chunk=event.chunk, piece=event.piece))
             total = event.weight + self._weight if reducing else event.weight
             if self._step == self._last_reduce:
                 if total <= 0:
                     return [*out, *self._abandon("no member has consumed samples since the last round", now)]
-                out.append(ScaleChunk(chunk=event.chunk, total_weight=total))
-                self._target = RingState.GATHERING
-            self._step += 1
-            if self._step < self._steps:
-                out.append(self._send(self._step, event.chunk, total))
-            else:
+                out.append(ScaleChunk(chunk=event.chunk, total_weight=total, piece=event.piece))
+            if self._step + 1 < self._steps:
+                out.append(self._send(self._step + 1, event.chunk, event.piece, total))
+            self._count_piece()
+            if self._step == self._steps:
                 out.append(ApplyAverage(round=self._round, total_weight=total))
-                self._target = RingState.APPLYING
         return out
 
-    def _send(self, step: int, chunk: int, weight: float) -> SendChunk:
-        return SendChunk(peer=self._neighbour(1), round=self._round, step=step, chunk=chunk, weight=weight)
+    def _count_piece(self) -> None:
+        """Turn to the next piece, and to the next step after the last one."""
+        self._piece += 1
+        if self._piece < self._pieces:
+            return
+        self._piece = 0
+        self._step += 1
+        if self._step == self._steps:
+            self._target = RingState.APPLYING
+        elif self._step > self._last_reduce:
+            self._target = RingState.GATHERING
+
+    def _send(self, step: int, chunk: int, piece: int, weight: float) -> SendChunk:
+        return SendChunk(peer=self._neighbour(1), round=self._round, step=step, chunk=chunk, weight=weight, piece=piece, terms=self._terms)
 
     def _check_chunk(self, event: ChunkArrived) -> None:
         if not 0 <= event.step < self._steps:
             raise self._broken(f"step {event.step} of round {event.round} is not one of 0..{self._steps - 1}")
+        if not 0 <= event.piece < self._pieces:
+            raise self._broken(f"piece {event.piece} of step {event.step} of round {event.round} is not one of 0..{self._pieces - 1}")
         if event.chunk != self._expected_chunk(event.step):
             raise self._broken(
                 f"step {event.step} of round {event.round} brought chunk {event.chunk}, not {self._expected_chunk(event.step)}"
@@ -445,6 +444,10 @@ class RingMember:
     @property
     def _position(self) -> int:
         return self._members.index(self._me)
+
+    @property
+    def _others(self) -> tuple[str, ...]:
+        return tuple(peer for peer in self._members if peer != self._me)
 
     @property
     def _last_reduce(self) -> int:

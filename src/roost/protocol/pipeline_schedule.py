@@ -1,6 +1,7 @@
 """Which computation a stage does next: the zero-bubble asynchronous schedule (arXiv 2401.01728, section on asynchronous
 model parallelism). No flush: a stage goes forward whenever the bound on in-flight micro-batches lets it, and backward as soon
-as it can; where both wait it does one of each in turn (docs/decisions/0004).
+as it can; where both wait it does one of each in turn (docs/decisions/0004). With flush, for jobs in mode "sync", a stage starts
+a batch only when it has applied the one before it: 1F1B with flush (arXiv 2104.04473, section 2.2), which equals one device.
 """
 
 from __future__ import annotations
@@ -29,6 +30,14 @@ class GradientsArrived:
     """Everything stage `source` sends for the backward of micro-batch `number` is here."""
 
     number: int
+    source: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormArrived:
+    """The norm of stage `source`'s gradient of `batch` is here."""
+
+    batch: int
     source: int
 
 
@@ -67,7 +76,7 @@ class RunUpdate:
     """Per micro-batch of the batch, in order: updates of this stage between its forward and this update."""
 
 
-ScheduleEvent = ValuesArrived | GradientsArrived | ComputeFinished
+ScheduleEvent = ValuesArrived | GradientsArrived | NormArrived | ComputeFinished
 Computation = RunForward | RunBackward | RunEvaluation | RunUpdate
 
 
@@ -82,10 +91,12 @@ TRANSITIONS: dict[ScheduleState, dict[type[object], ScheduleState | tuple[Schedu
     ScheduleState.WAITING: {
         ValuesArrived: (ScheduleState.WAITING, ScheduleState.COMPUTING),
         GradientsArrived: (ScheduleState.WAITING, ScheduleState.COMPUTING),
+        NormArrived: (ScheduleState.WAITING, ScheduleState.COMPUTING),
     },
     ScheduleState.COMPUTING: {
         ValuesArrived: ScheduleState.COMPUTING,
         GradientsArrived: ScheduleState.COMPUTING,
+        NormArrived: ScheduleState.COMPUTING,
         ComputeFinished: (ScheduleState.WAITING, ScheduleState.COMPUTING),
     },
 }
@@ -104,15 +115,29 @@ class PipelineSchedule:
     """
 
     def __init__(
-        self, stage: int, stages: int, sources: frozenset[int], targets: frozenset[int], max_in_flight: int, *, first_number: int = 0
+        self,
+        stage: int,
+        stages: int,
+        sources: frozenset[int],
+        targets: frozenset[int],
+        max_in_flight: int,
+        *,
+        first_number: int = 0,
+        flush: bool = False,
+        norm_sources: frozenset[int] = frozenset(),
     ) -> None:
         """`sources` are the stages whose values each forward needs (DATA for stage 0), `targets` those whose gradients each
-        backward needs (none for the last stage).
+        backward needs (none for the last stage). With `flush` all micro-batches of a batch see the same weights: a batch goes
+        forward only when the update of the batch before it is done here, which may then wait for the norms of other stages'
+        gradients, those of `norm_sources`.
         """
         self._name = f"stage {stage} of {stages}"
         self._sources = sources
         self._targets = targets
         self._max_in_flight = max_in_flight
+        self._flush = flush
+        self._norm_sources = norm_sources
+        self._norms: set[int] = set()  # stages whose norm of the current batch has arrived
         self._machine = StateMachine(f"schedule of {self._name}", ScheduleState.WAITING, TRANSITIONS)
         self._outstanding: Computation | None = None
         self._headers: dict[int, MicroBatch] = {}  # micro-batches that have arrived, in part or whole, and not gone forward
@@ -158,6 +183,8 @@ class PipelineSchedule:
             self._take_values(event)
         elif isinstance(event, GradientsArrived):
             self._take_gradients(event)
+        elif isinstance(event, NormArrived):
+            self._take_norm(event)
         else:
             self._finish()
         if self._outstanding is not None:
@@ -193,6 +220,13 @@ class PipelineSchedule:
             raise self._broken(f"gradients of micro-batch {event.number} from {event.source} came twice")
         arrived.add(event.source)
 
+    def _take_norm(self, event: NormArrived) -> None:
+        if event.source not in self._norm_sources or event.source in self._norms:
+            raise self._broken(f"the norm of batch {event.batch} from {event.source} was not to come, or came twice")
+        if self._last_training is None or self._last_training.batch != event.batch:
+            raise self._broken(f"the norm of batch {event.batch} came from {event.source}, but that batch is not in flight here")
+        self._norms.add(event.source)
+
     def _finish(self) -> None:
         done, self._outstanding = self._outstanding, None
         if isinstance(done, RunBackward):
@@ -205,15 +239,16 @@ class PipelineSchedule:
             for number in self._batch_numbers:
                 del self._forward_version[number]
             self._batch_numbers.clear()
+            self._norms.clear()
             self._update_due = None
             self._updates += 1
 
     def _choose(self) -> Computation | None:
-        if self._update_due is not None:
+        if self._update_due is not None and self._norms == self._norm_sources:
             staleness = tuple(self._updates - self._forward_version[number] for number in self._batch_numbers)
             return RunUpdate(batch=self._update_due, staleness=staleness)
         waiting = self._headers.get(self._next_number)
-        forward = waiting is not None and waiting.training and self._complete(waiting.number) and self.in_flight < self._max_in_flight
+        forward = waiting is not None and waiting.training and self._complete(waiting.number) and self._has_room(waiting)
         backward = bool(self._in_flight) and self._gradients[self._in_flight[0].number] == self._targets
         if backward and not (forward and self._backward_last):
             return RunBackward(micro_batch=self._in_flight[0])
@@ -224,6 +259,11 @@ class PipelineSchedule:
             self._check_order(waiting)
             return RunForward(micro_batch=waiting)
         return None
+
+    def _has_room(self, waiting: MicroBatch) -> bool:
+        # Micro-batches that went forward and whose update is not done are those with a forward version.
+        starts_early = self._flush and waiting.position == 0 and bool(self._forward_version)
+        return self.in_flight < self._max_in_flight and not starts_early
 
     def _complete(self, number: int) -> bool:
         return self._values[number] == self._sources

@@ -39,7 +39,7 @@ from roost.requester.data import SampleSource
 from roost.requester.pools import Membership, Pool
 from roost.requester.service import RequesterService
 from roost.transport.interface import Transport
-from roost.types import EpochResult, ModelProfile, NodeProfile, Peer, Plan
+from roost.types import EpochResult, ModelProfile, NodeProfile, Peer, Plan, StageMetrics
 from roost.weights.source import TensorSource
 
 logger = logging.getLogger(__name__)
@@ -118,6 +118,8 @@ class RunMetrics:
     cpu_s: float
     """CPU seconds of all nodes since the job started."""
     staleness_max: int
+    stages: tuple[StageMetrics, ...] = ()
+    """What every stage has done so far."""
 
 
 class Run:
@@ -245,6 +247,7 @@ class Run:
             averaging_rounds=max((stage.rounds // rings[stage.node_id] for stage in stages if rings.get(stage.node_id)), default=0),
             cpu_s=sum(stage.cpu_s for stage in stages),
             staleness_max=max((stage.staleness_max for stage in stages), default=0),
+            stages=stages,
         )
 
     def state_dict(self) -> dict[str, Tensor]:

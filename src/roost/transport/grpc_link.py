@@ -73,9 +73,10 @@ class Link:
                     logger.info("stream_opened node=%s peer=%s lane=%s", self._own_id, self.peer.peer_id, self._lane)
                 if stream.ended:
                     raise asyncio.InvalidStateError("the stream has ended")
-                for frame in packed.frames(self._config.frame_bytes):
-                    await self._meter.sending(len(frame))
-                    await stream.rpc.write(frame)
+                with self._meter.message(self._lane):
+                    for frame in packed.frames(self._config.frame_bytes):
+                        async with self._meter.frame(len(frame), self._lane):
+                            await stream.rpc.write(frame)
                 whole = True
             except RPC_ERRORS as error:
                 raise await self._reason(stream) from error
@@ -98,9 +99,10 @@ class Link:
         try:
             # If the peer has ended the call, what it replied says why.
             with contextlib.suppress(*RPC_ERRORS):
-                for frame in packed.frames(self._config.frame_bytes):
-                    await self._meter.sending(len(frame))
-                    await rpc.write(frame)
+                with self._meter.message(self._lane):
+                    for frame in packed.frames(self._config.frame_bytes):
+                        await self._meter.sending(len(frame))
+                        await rpc.write(frame)
                 await rpc.done_writing()
                 self._meter.message_sent()
             reply = await reading

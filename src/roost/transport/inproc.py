@@ -229,7 +229,7 @@ class InprocTransport:
         async with pipe.lock:
             if pipe.lifeline.error is not None:
                 raise self._drop(peer, lane, pipe, pipe.lifeline.error)
-            frames = await self._transmit(packed)
+            frames = await self._transmit(packed, lane)
             try:
                 await pipe.lifeline.race(pipe.queue.put(frames))
             except RoostError as error:
@@ -269,11 +269,12 @@ class InprocTransport:
         self._meter.message_received()
         return Reply(message=complete[0], buffers=complete[1])
 
-    async def _transmit(self, packed: PackedMessage) -> Frames:
+    async def _transmit(self, packed: PackedMessage, lane: Lane = Lane.TRAINING) -> Frames:
         frames = []
-        for frame in packed.frames(self._config.frame_bytes):
-            await self._meter.sending(len(frame))
-            frames.append(frame)
+        with self._meter.message(lane):
+            for frame in packed.frames(self._config.frame_bytes):
+                async with self._meter.frame(len(frame), lane):
+                    frames.append(frame)
         return frames
 
     async def _take(self, sender: Sender, pipe: Pipe) -> None:

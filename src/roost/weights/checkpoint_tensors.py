@@ -19,8 +19,10 @@ from roost.types import TensorSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 64 * 2**20
-"""Three hundred thousand tensors with names of 200 letters."""
+MAX_INDEX_BYTES = 8 * 2**20
+"""Eighty thousand tensors. What JSON says in a byte can take Python 30 bytes to hold."""
+MAX_INDEX_LISTS = 64
+"""Lists and objects in an index: it is a table of texts, with some notes beside it."""
 MAX_SHARDS = 10_000
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
@@ -154,6 +156,8 @@ def _indexed(folder: Path) -> dict[str, Path]:
         raw = file.read(MAX_INDEX_BYTES + 1)
     if len(raw) > MAX_INDEX_BYTES:
         raise CheckpointDamagedError(f"{index} is larger than {MAX_INDEX_BYTES} bytes")
+    if raw.count(b"[") + raw.count(b"{") > MAX_INDEX_LISTS:
+        raise CheckpointDamagedError(f"{index} is no table of texts: it has more than {MAX_INDEX_LISTS} lists and objects")
     try:
         content = json.loads(raw, object_pairs_hook=_without_duplicates)
     # Text that is nested too deep ends as a RecursionError.

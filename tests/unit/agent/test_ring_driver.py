@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from roost import messages as m
 from roost.agent.ring_driver import RingDriver
-from roost.errors import MalformedMessageError
+from roost.averaging.segment_average import AveragingOptions
+from roost.config import AveragingCodec
+from roost.errors import MalformedMessageError, NonFiniteLossError
 from roost.transport.inproc import InprocNetwork, InprocTransport
 from roost.transport.interface import Buffer, Sender
 from roost.types import Peer, Role, SegmentPlan
@@ -35,6 +38,7 @@ class Member:
 
     tensors: dict[str, Tensor]
     samples: int
+    moves: Tensor = field(default_factory=lambda: torch.zeros(()))
     rings: dict[int, RingDriver] = field(default_factory=dict)
 
     async def snapshot(self, names: tuple[str, ...]) -> tuple[dict[str, Tensor], int]:
@@ -43,7 +47,8 @@ class Member:
     async def apply(self, average: dict[str, Tensor], snapshot: dict[str, Tensor]) -> None:
         for name, mean in average.items():
             same = torch.equal(self.tensors[name], snapshot[name])
-            self.tensors[name] = mean if same else self.tensors[name] + (mean - snapshot[name])
+            # The average is only lent.
+            self.tensors[name] = mean.clone() if same else self.tensors[name] + (mean - snapshot[name])
 
     async def on_message(self, sender: Sender, message: m.Message, buffers: list[bytearray | memoryview]) -> None:
         assert isinstance(message, m.OpenRound | m.RingChunk)
@@ -57,7 +62,9 @@ class Member:
 
 
 @contextlib.asynccontextmanager
-async def running(members: dict[str, Member], segments: list[SegmentPlan], *, drive: bool = True) -> AsyncIterator[None]:
+async def running(
+    members: dict[str, Member], segments: list[SegmentPlan], *, drive: bool = True, options: AveragingOptions | None = None
+) -> AsyncIterator[None]:
     network = InprocNetwork()
     transports = {name: InprocTransport(name, Role.NODE, network) for name in members}
     for name, transport in transports.items():
@@ -75,10 +82,12 @@ async def running(members: dict[str, Member], segments: list[SegmentPlan], *, dr
                 transport=transports[name],
                 snapshot=lambda member=member, segment=segment: member.snapshot(segment.tensors),  # type: ignore[misc]
                 apply=member.apply,
+                options=options,
             )
             member.rings[segment.index] = driver
             if drive:
                 tasks.append(asyncio.create_task(driver.run()))
+                await driver.ready.wait()
     try:
         yield
     finally:
@@ -221,17 +230,184 @@ def test_a_flood_of_chunks_of_later_rounds_is_refused() -> None:
     asyncio.run(scenario())
 
 
-def test_a_chunk_of_the_wrong_size_never_becomes_part_of_an_average() -> None:
+def nan_chunk() -> bytearray:
+    return bytearray(torch.full((6,), float("nan")).numpy().tobytes())
+
+
+@pytest.mark.parametrize(
+    ("buffer", "dtype", "reason"),
+    [
+        (bytearray(4), "float32", "has 4 bytes, not 24"),
+        (bytearray(24), "float64", "dtype float64"),
+        (nan_chunk(), "float32", "not finite"),
+    ],
+)
+def test_a_chunk_that_cannot_be_averaged_ends_the_round_and_is_laid_at_its_senders_door(
+    buffer: bytearray, dtype: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     members, models = two_clusters((1, 1))
+    bad = m.RingChunk(job_id="job", segment=2, round=1, step=0, chunk=1, weight=1.0, dtype=dtype)
 
     async def scenario() -> None:
         async with running(members, SEGMENTS, drive=False), asyncio.timeout(20):
             ring = members["b"].rings[2]
-            ring.chunk_arrived(
-                "d", m.RingChunk(job_id="job", segment=2, round=1, step=0, chunk=1, weight=1.0, dtype="float32"), bytearray(4)
-            )
-            with pytest.raises(MalformedMessageError):
-                await ring.run()
+            ring.chunk_arrived("d", bad, buffer)
+            task = asyncio.create_task(ring.run())
+            async with ring.moved:
+                await ring.moved.wait_for(lambda: "round_abandoned" in caplog.text)
+            assert ring.idle
+            assert not task.done()
+            task.cancel()
 
     asyncio.run(scenario())
     assert torch.equal(members["b"].tensors["p2"], models[0]["p2"])
+    assert any("sender=d" in line and reason in line for line in caplog.text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"dtype": "int8"}, "dtype 'int8'"),
+        ({"codec": AveragingCodec.INT8, "base": 0}, "unlike this job"),
+        ({"codec": AveragingCodec.FP16}, "unlike this job"),
+        ({"base": 0}, "unlike this job"),
+        ({"base": -2}, "unlike this job"),
+    ],
+)
+def test_a_chunk_of_another_codec_or_dtype_is_refused_on_receipt(fields: dict[str, Any], why: str) -> None:
+    members, _ = two_clusters((1, 1))
+    chunk = m.RingChunk(**{"job_id": "job", "segment": 2, "round": 1, "step": 0, "chunk": 1, "weight": 1.0, "dtype": "float32"} | fields)
+
+    async def scenario() -> None:
+        async with running(members, SEGMENTS, drive=False):
+            with pytest.raises(MalformedMessageError, match=f"d .*{why}"):
+                members["b"].rings[2].chunk_arrived("d", chunk, bytearray(24))
+
+    asyncio.run(scenario())
+
+
+def test_weights_that_are_not_finite_end_the_stage() -> None:
+    members, _ = two_clusters((1, 1))
+    members["b"].tensors["p2"][1, 1] = float("nan")
+
+    async def scenario() -> None:
+        async with running(members, SEGMENTS, drive=False), asyncio.timeout(20):
+            members["b"].rings[2].start_round()
+            with pytest.raises(NonFiniteLossError):
+                await members["b"].rings[2].run()
+
+    asyncio.run(scenario())
+
+
+# A segment that travels in several pieces, among three clusters of one node each.
+LARGE = SegmentPlan(index=0, tensors=("w",), nbytes=4 * 700_001, members=("a", "b", "c"))
+
+
+def three_clusters() -> dict[str, Member]:
+    generator = torch.Generator().manual_seed(7)
+    common = torch.randn(700_001, generator=generator)
+    return {
+        name: Member(tensors={"w": common.clone()}, samples=0, moves=0.01 * torch.randn(700_001, generator=generator))
+        for name in LARGE.members
+    }
+
+
+async def train_and_average(members: dict[str, Member]) -> Tensor:
+    """Let every node move its weights, run a background round, and return the mean there should be."""
+    wanted = {name: member.rings[0].rounds_done + 1 for name, member in members.items()}
+    for index, member in enumerate(members.values()):
+        member.tensors["w"] = member.tensors["w"] + member.moves
+        member.samples += 10 * (index + 1)
+    mean = sum((index + 1) / 6 * member.tensors["w"].double() for index, member in enumerate(members.values()))
+    members["b"].rings[0].start_round()
+    for name, member in members.items():
+        ring = member.rings[0]
+        async with ring.moved:
+            await ring.moved.wait_for(lambda ring=ring, name=name: ring.rounds_done >= wanted[name])  # type: ignore[misc]
+    assert isinstance(mean, Tensor)
+    return mean
+
+
+@pytest.mark.parametrize(("codec", "close"), [(AveragingCodec.NONE, 1e-5), (AveragingCodec.FP16, 1e-3), (AveragingCodec.INT8, 0.03)])
+def test_rounds_of_every_codec_leave_the_same_bits_close_to_the_mean(codec: AveragingCodec, close: float) -> None:
+    members = three_clusters()
+
+    async def scenario() -> None:
+        async with running(members, [LARGE], options=AveragingOptions(codec=codec)), asyncio.timeout(60):
+            for _ in range(3):
+                before = members["a"].tensors["w"].double()
+                mean = await train_and_average(members)
+                first = members["a"].tensors["w"]
+                assert torch.equal(members["b"].tensors["w"], first)
+                assert torch.equal(members["c"].tensors["w"], first)
+                assert (first.double() - mean).norm() < close * (mean - before).norm()
+            assert members["a"].rings[0].times.round_s > 0
+            # At a synchronisation point nothing is lost.
+            for index, member in enumerate(members.values()):
+                member.tensors["w"] = member.tensors["w"] + member.moves
+                member.samples += 10 * (index + 1)
+            mean = sum((index + 1) / 6 * member.tensors["w"].double() for index, member in enumerate(members.values()))
+            await asyncio.gather(*(member.rings[0].average_exactly(1) for member in members.values()))
+            torch.testing.assert_close(members["c"].tensors["w"].double(), mean, rtol=1e-5, atol=1e-6)
+
+    asyncio.run(scenario())
+
+
+def test_an_outer_optimizer_steps_the_same_on_every_member() -> None:
+    members = three_clusters()
+    options = AveragingOptions(outer_learning_rate=0.7, outer_momentum=0.9, parameters=frozenset({"w"}))
+    parameter = torch.nn.Parameter(members["a"].tensors["w"].clone())
+    reference = torch.optim.SGD([parameter], lr=0.7, momentum=0.9, nesterov=True)
+
+    async def scenario() -> None:
+        async with running(members, [LARGE], options=options), asyncio.timeout(60):
+            for _ in range(3):
+                mean = await train_and_average(members)
+                parameter.grad = (parameter.detach().double() - mean).float()
+                reference.step()
+                torch.testing.assert_close(members["a"].tensors["w"], parameter.detach(), rtol=1e-4, atol=1e-5)
+                assert torch.equal(members["a"].tensors["w"], members["c"].tensors["w"])
+
+    asyncio.run(scenario())
+
+
+def test_a_member_that_missed_a_round_gets_the_common_weights_in_the_next() -> None:
+    members = three_clusters()
+    options = AveragingOptions(codec=AveragingCodec.INT8)
+
+    async def scenario() -> None:
+        async with running(members, [LARGE], options=options), asyncio.timeout(60):
+            await train_and_average(members)
+            # As if this member had given a round up that the others finished: it knows another base.
+            late = members["c"].rings[0]
+            async with late.moved:
+                await late.moved.wait_for(lambda: late.idle)
+            late._member._finished = 0
+            before = members["a"].tensors["w"].double()
+            mean = await train_and_average(members)
+            assert torch.equal(members["a"].tensors["w"], members["c"].tensors["w"])
+            # The round of differences was given up for one of the values themselves, which loses nothing.
+            assert (members["a"].tensors["w"].double() - mean).norm() < 1e-4 * (mean - before).norm()
+            await train_and_average(members)
+            assert torch.equal(members["a"].tensors["w"], members["c"].tensors["w"])
+
+    asyncio.run(scenario())
+
+
+def test_a_ring_with_a_member_that_does_not_answer_does_not_hold_the_other_rings() -> None:
+    members, _ = two_clusters((10, 30))
+
+    async def never(average: dict[str, Tensor], snapshot: dict[str, Tensor]) -> None:
+        await asyncio.Event().wait()
+
+    members["c"].apply = never  # type: ignore[method-assign]
+
+    async def scenario() -> None:
+        async with running(members, SEGMENTS), asyncio.timeout(20):
+            for ring in members["a"].rings.values():
+                ring.start_round()
+            async with members["a"].rings[1].moved:
+                await members["a"].rings[1].moved.wait_for(lambda: members["a"].rings[1].rounds_done == 1)
+            assert members["c"].rings[0].rounds_done == 0
+
+    asyncio.run(scenario())

@@ -9,6 +9,14 @@ from roost.averaging.ring_buffer import SegmentBuffer
 from roost.errors import MalformedMessageError, ProtocolError
 
 
+def filled(tensors: dict[str, torch.Tensor], parts: int, weight: float = 1.0) -> SegmentBuffer:
+    """Return a buffer with all chunks copied, times their weight."""
+    buffer = SegmentBuffer(tensors, parts)
+    for index in range(parts):
+        buffer.fill(index).mul_(weight)
+    return buffer
+
+
 def chunk_bytes(buffer: SegmentBuffer, index: int) -> bytes:
     return buffer.chunk(index).numpy().tobytes()
 
@@ -17,8 +25,6 @@ def all_reduce(buffers: list[SegmentBuffer], weights: list[float]) -> None:
     """A ring without a network: every member takes each step before any takes the next."""
     count = len(buffers)
     sums = list(weights)
-    for buffer, weight in zip(buffers, weights, strict=True):
-        buffer.multiply(weight)
     for step in range(count - 1):
         sent = [(chunk_bytes(buffer, (p - step) % count), sums[p]) for p, buffer in enumerate(buffers)]
         for p, buffer in enumerate(buffers):
@@ -43,7 +49,7 @@ def snapshot(seed: int, dtype: torch.dtype = torch.float32, scale: int = 1) -> d
 def test_the_ring_computes_the_weighted_mean_and_all_members_agree_bit_for_bit(members):
     snapshots = [snapshot(seed) for seed in range(members)]
     weights = [float(10 + 37 * seed) for seed in range(members)]
-    buffers = [SegmentBuffer(tensors, members) for tensors in snapshots]
+    buffers = [filled(tensors, members, weight) for tensors, weight in zip(snapshots, weights, strict=True)]
     all_reduce(buffers, weights)
     results = [buffer.unflatten() for buffer in buffers]
     for name in snapshots[0]:
@@ -57,7 +63,7 @@ def test_the_ring_computes_the_weighted_mean_and_all_members_agree_bit_for_bit(m
 @given(elements=st.integers(0, 6), members=st.integers(1, 5))
 @settings(max_examples=30, deadline=None)
 def test_segments_smaller_than_the_ring_have_empty_chunks(elements, members):
-    buffers = [SegmentBuffer({"w": torch.full((elements,), float(p))}, members) for p in range(members)]
+    buffers = [filled({"w": torch.full((elements,), float(p))}, members) for p in range(members)]
     sizes = [buffers[0].chunk(index).numel() for index in range(members)]
     assert sum(sizes) == elements
     assert max(sizes) - min(sizes) <= 1
@@ -68,7 +74,7 @@ def test_segments_smaller_than_the_ring_have_empty_chunks(elements, members):
 
 def test_half_precision_is_summed_in_single_and_returned_in_half():
     snapshots = [snapshot(seed, torch.bfloat16) for seed in range(3)]
-    buffers = [SegmentBuffer(tensors, 3) for tensors in snapshots]
+    buffers = [filled(tensors, 3) for tensors in snapshots]
     assert buffers[0].dtype == "float32"
     all_reduce(buffers, [1.0, 1.0, 1.0])
     exact = sum(tensors["w"].float() for tensors in snapshots) / 3
@@ -77,7 +83,7 @@ def test_half_precision_is_summed_in_single_and_returned_in_half():
 
 
 def test_one_double_tensor_makes_the_sum_double():
-    buffer = SegmentBuffer({"a": torch.ones(2), "b": torch.full((2,), 1 + 1e-12, dtype=torch.float64)}, 2)
+    buffer = filled({"a": torch.ones(2), "b": torch.full((2,), 1 + 1e-12, dtype=torch.float64)}, 2)
     assert buffer.dtype == "float64"
     result = buffer.unflatten()
     assert result["a"].dtype == torch.float32
@@ -86,12 +92,12 @@ def test_one_double_tensor_makes_the_sum_double():
 
 def test_the_snapshot_is_left_as_it_was():
     tensors = {"w": torch.ones(4)}
-    SegmentBuffer(tensors, 2).multiply(3.0)
+    filled(tensors, 2, 3.0)
     assert torch.equal(tensors["w"], torch.ones(4))
 
 
 def test_a_chunk_of_the_wrong_length_is_refused():
-    buffer = SegmentBuffer({"w": torch.ones(4)}, 2)
+    buffer = filled({"w": torch.ones(4)}, 2)
     with pytest.raises(MalformedMessageError, match="chunk 1 .* has 4 bytes, not 8"):
         buffer.add(1, bytes(4))
     with pytest.raises(MalformedMessageError, match="chunk 0 .* has 12 bytes, not 8"):

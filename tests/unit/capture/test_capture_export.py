@@ -215,7 +215,7 @@ def clamped_weight(self: Custom, x: Tensor) -> Tensor:
         (batch_dependent, "decides by the batch size"),
         (lambda self, x: self.linear(x.view(8, 4)), "batch size 8"),
         (lambda self, x: self.linear(x) * random.random(), "random.random would become a constant at .*test_capture_export"),
-        (lambda self, x: self.linear(x) * imported_by_name(), "Python's random"),
+        (lambda self, x: self.linear(x) * imported_by_name(), "draws from random.*at .*test_capture_export"),
         (autocast, "enables autocast.*at .*test_capture_export"),
         (clamped_weight, "parameter 'linear.weight' in place at .*test_capture_export.*clamp_min_"),
         (lambda self, x: x, "no trainable parameter"),

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.hostile_graphs import BATCH, FIRST_FREE, INPUT, NEW, SHAPES, WEIGHT, as_bytes, calling, sample_graph, with_nodes
 from capture_models import EXAMPLES, example, training_tensors
 from torch import Tensor, nn
 
-from benchmarks.hostile_graphs import BATCH, FIRST_FREE, INPUT, NEW, SHAPES, WEIGHT, as_bytes, calling, sample_graph, with_nodes
 from roost.capture.bounded import bounded
 from roost.capture.cut import cut, legal_cuts
 from roost.capture.export import capture
 from roost.capture.graph import MAX_NODES, Graph
 from roost.capture.graph_format import from_bytes
 from roost.capture.safe_calls import callable_of
+from roost.capture.signatures import ValueKind
 from roost.capture.sizes import check_sizes, data_shapes
 from roost.errors import GraphFormatError
 
@@ -42,7 +43,8 @@ def test_the_bytes_of_every_value_are_those_of_a_real_run(name: str) -> None:
         given = {number: values[number].detach() for numbers in program.receives.values() for number in numbers}
         values.update(program.run(given, tensors, training=True))
     for number, value in values.items():
-        assert sizes.values[number] == value.numel() * value.element_size()
+        is_number = graph.kinds[number] is not ValueKind.TENSOR
+        assert sizes.values[number] == (0 if is_number else value.numel() * value.element_size())
     assert sizes.largest_bytes <= sizes.made_bytes
 
 
@@ -93,10 +95,11 @@ def test_recurrent_layers_are_measured_by_their_first_steps() -> None:
     class Recurrent(nn.Module):
         def __init__(self, batch_first: bool) -> None:
             super().__init__()
+            self.turned = not batch_first
             self.layer = nn.LSTM(4, 6, num_layers=2, batch_first=batch_first, bidirectional=True)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x)[0]
+            return self.layer(x.transpose(0, 1) if self.turned else x)[0]
 
     for batch_first in (True, False):
         data = torch.randn(3, 50, 4)
@@ -191,3 +194,10 @@ def test_division_is_torchs_own_where_that_is_safe(mode: str | None) -> None:
         assert torch.equal(divide(left, right, rounding_mode=mode), torch.div(left, right, rounding_mode=mode))
         for number in (3, -3, 2.5):
             assert torch.equal(by_number(left, number, rounding_mode=mode), torch.div(left, number, rounding_mode=mode))
+
+
+def test_a_write_of_more_elements_than_there_are_is_refused() -> None:
+    with pytest.raises(GraphFormatError):
+        sizes_of(calling("aten.clamp_.Tensor", [{"value": 9}, {"value": 3}, None]))
+    with pytest.raises(GraphFormatError):
+        sizes_of(calling("aten.add_.Tensor", [{"value": 9}, {"value": 3}]))

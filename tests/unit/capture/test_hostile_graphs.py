@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from benchmarks.hostile import MAX_MEGABYTES, MAX_SECONDS, hostile_cases
 from benchmarks.hostile_graphs import SHAPES, as_bytes, sample_graph
+
 from roost.capture.cut import cut, legal_cuts
 from roost.capture.graph_format import from_bytes, to_bytes
 from roost.capture.sizes import check_sizes

@@ -11,7 +11,7 @@ from roost.capture.cut import cut, legal_cuts
 from roost.capture.export import capture
 from roost.pipeline.program_interface import DATA_SOURCE, RunnableProgram
 from roost.pipeline.stage_runner import StageRunner, add_gradients
-from roost.pipeline.tensor_bytes import from_buffer, spec_of, to_buffer
+from roost.pipeline.tensor_bytes import from_buffer, ordered_spec_of, to_buffer
 
 
 class TiedModel(nn.Module):
@@ -44,7 +44,8 @@ def data(batches: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def over_the_wire(values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    return {number: from_buffer(spec_of(str(number), tensor), bytearray(to_buffer(tensor))) for number, tensor in values.items()}
+    specs = {number: ordered_spec_of(str(number), tensor) for number, tensor in values.items()}
+    return {number: from_buffer(spec, bytearray(to_buffer(values[number], spec.order))) for number, spec in specs.items()}
 
 
 class LocalPipeline:

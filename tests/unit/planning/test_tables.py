@@ -10,7 +10,7 @@ import pytest
 from by_hand import ByHand
 from synthetic import KB, MB, Scene, all_links, even_model, job, link, model, node, random_scene, scene, unit
 
-from roost.config import PlanningConfig
+from roost.config import AveragingCodec, PlanningConfig
 from roost.planning.memory import IN_FLIGHT_LIMIT
 from roost.planning.tables import StageTables, messages_of, shared_line
 
@@ -163,3 +163,13 @@ def test_tables_of_some_nodes_use_the_lines_of_their_own_places() -> None:
     part = maker.tables(nodes[2:], 1, [2])
     assert part.busy[0, 1, 3] == pytest.approx(0.020)
     assert part.busy[0, 1, 3] == tables_of(made).busy[2, 1, 3]
+
+
+@pytest.mark.parametrize(("codec", "share"), [(AveragingCodec.NONE, 1.0), (AveragingCodec.FP16, 0.5), (AveragingCodec.INT8, 0.254)])
+def test_the_codec_of_the_job_counts(codec: AveragingCodec, share: float) -> None:
+    maker = line_scene(averaging_interval=10, averaging_compression=codec).maker()
+    assert maker.round_bytes(1, 3, 2) == pytest.approx(share * 2 * MB, rel=0.001)
+
+
+def test_an_automatic_interval_is_planned_with_a_usual_one() -> None:
+    assert line_scene(averaging_interval=0).maker().round_bytes(1, 3, 2) == line_scene(averaging_interval=16).maker().round_bytes(1, 3, 2)

@@ -7,7 +7,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from roost.config import AveragingCodec
 from roost.protocol.averaging_round import (
+    NO_BASE,
+    PLAIN,
     AbandonRound,
     AddChunk,
     ApplyAverage,
@@ -17,6 +20,7 @@ from roost.protocol.averaging_round import (
     RingEvent,
     RingInstruction,
     RingMember,
+    RoundTerms,
     ScaleChunk,
     SendChunk,
     SendOpen,
@@ -37,8 +41,11 @@ class Shell:
     values: list[Fraction]
     weight: int
     snapshot: list[Fraction] = field(default_factory=list)
+    pieces: int = 1
     local: list[Fraction] = field(default_factory=list)
-    buffers: dict[tuple[int, int], Fraction] = field(default_factory=dict)
+    base: list[Fraction] = field(default_factory=list)
+    terms: RoundTerms = PLAIN
+    buffers: dict[tuple[int, int, int], Fraction] = field(default_factory=dict)
     pending: deque[TakeSnapshot | ApplyAverage] = field(default_factory=deque)
     applied: list[int] = field(default_factory=list)
     abandoned: list[AbandonRound] = field(default_factory=list)
@@ -50,14 +57,14 @@ class Shell:
             match instruction:
                 case SendOpen():
                     sent.append((instruction, Fraction(0)))
-                case SendChunk():
-                    sent.append((instruction, self.local[instruction.chunk]))
-                case AddChunk():
-                    self.local[instruction.chunk] += self.buffers.pop((instruction.round, instruction.step))
-                case StoreChunk():
-                    self.local[instruction.chunk] = self.buffers.pop((instruction.round, instruction.step))
-                case ScaleChunk():
-                    self.local[instruction.chunk] /= int(instruction.total_weight)
+                case SendChunk(chunk=chunk, piece=piece):
+                    sent.append((instruction, self.local[chunk * self.pieces + piece]))
+                case AddChunk(round=number, step=step, chunk=chunk, piece=piece):
+                    self.local[chunk * self.pieces + piece] += self.buffers.pop((number, step, piece))
+                case StoreChunk(round=number, step=step, chunk=chunk, piece=piece):
+                    self.local[chunk * self.pieces + piece] = self.buffers.pop((number, step, piece))
+                case ScaleChunk(chunk=chunk, piece=piece):
+                    self.local[chunk * self.pieces + piece] /= int(instruction.total_weight)
                 case TakeSnapshot() | ApplyAverage():
                     self.pending.append(instruction)
                 case AbandonRound():
@@ -71,8 +78,13 @@ class Shell:
         instruction = self.pending.popleft()
         if isinstance(instruction, TakeSnapshot):
             self.snapshot = list(self.values)
-            self.local = [value * self.weight for value in self.values]
+            self.terms = instruction.terms
+            base = self.base if self.terms.base != NO_BASE else [Fraction(0)] * len(self.values)
+            self.local = [(value - before) * self.weight for value, before in zip(self.values, base, strict=True)]
             return self.perform(self.member.handle(SnapshotTaken(round=instruction.round, weight=self.weight, now=now)))
+        if self.terms.base != NO_BASE:
+            self.local = [mean + before for mean, before in zip(self.local, self.base, strict=True)]
+        self.base = list(self.local)
         self.values = [value + mean - old for value, mean, old in zip(self.values, self.local, self.snapshot, strict=True)]
         self.applied.append(instruction.round)
         return self.perform(self.member.handle(AverageApplied(round=instruction.round, now=now)))
@@ -81,14 +93,18 @@ class Shell:
 class Ring:
     """Members, links that each keep their order, and a random choice of what happens next."""
 
-    def __init__(self, size: int, seed: int, deadline_s: float = 1000.0) -> None:
+    def __init__(self, size: int, seed: int, deadline_s: float = 1000.0, *, pieces: int = 1, differences: bool = False) -> None:
         self.rng = random.Random(seed)
         self.names = tuple(f"node-{index}" for index in range(size))
+        self.size = size * pieces
+        codec = AveragingCodec.INT8 if differences else AveragingCodec.NONE
         self.shells = {
             name: Shell(
-                member=RingMember(0, self.names, name, deadline_s),
-                values=[Fraction(self.rng.randrange(-50, 50)) for _ in range(size)],
+                member=RingMember(0, self.names, name, deadline_s, pieces=pieces, codec=codec, differences=differences),
+                values=[Fraction(self.rng.randrange(-50, 50)) for _ in range(self.size)],
                 weight=self.rng.randrange(1, 9),
+                pieces=pieces,
+                base=[Fraction(0)] * self.size,
             )
             for name in self.names
         }
@@ -99,8 +115,7 @@ class Ring:
     def mean(self) -> list[Fraction]:
         total = sum(shell.weight for shell in self.shells.values())
         return [
-            sum((shell.values[index] * shell.weight for shell in self.shells.values()), Fraction(0)) / total
-            for index in range(len(self.names))
+            sum((shell.values[index] * shell.weight for shell in self.shells.values()), Fraction(0)) / total for index in range(self.size)
         ]
 
     def give(self, name: str, event: RingEvent) -> None:
@@ -121,11 +136,17 @@ class Ring:
         if target in self.dead:
             return
         if isinstance(instruction, SendOpen):
-            self.give(target, OpenReceived(round=instruction.round, now=self.now))
+            self.give(target, OpenReceived(round=instruction.round, now=self.now, terms=instruction.terms))
             return
-        self.shells[target].buffers[(instruction.round, instruction.step)] = value
+        self.shells[target].buffers[(instruction.round, instruction.step, instruction.piece)] = value
         event = ChunkArrived(
-            round=instruction.round, step=instruction.step, chunk=instruction.chunk, weight=instruction.weight, now=self.now
+            round=instruction.round,
+            step=instruction.step,
+            chunk=instruction.chunk,
+            weight=instruction.weight,
+            now=self.now,
+            piece=instruction.piece,
+            terms=instruction.terms,
         )
         self.give(target, event)
 

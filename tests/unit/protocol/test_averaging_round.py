@@ -7,16 +7,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ring_harness import Ring
 
+from roost.config import AveragingCodec
 from roost.errors import IllegalTransitionError, ProtocolError
 from roost.protocol.averaging_round import (
+    PLAIN,
     AbandonRound,
     AddChunk,
     ApplyAverage,
     AverageApplied,
     ChunkArrived,
+    ChunkRefused,
     DeadlinePassed,
     OpenReceived,
     RingMember,
+    RoundTerms,
     ScaleChunk,
     SendChunk,
     SendOpen,
@@ -29,6 +33,7 @@ from roost.protocol.averaging_round import (
 
 SIZES = st.integers(2, 6)
 SEEDS = st.integers(0, 2**32)
+PIECES = st.integers(1, 3)
 
 
 def pair(me: str = "a") -> RingMember:
@@ -222,9 +227,11 @@ def test_applying_without_an_average_is_illegal() -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(size=SIZES, seed=SEEDS, data=st.data())
-def test_after_a_round_all_members_hold_the_exact_weighted_mean(size: int, seed: int, data: st.DataObject) -> None:
-    ring = Ring(size, seed)
+@given(size=SIZES, seed=SEEDS, pieces=PIECES, differences=st.booleans(), data=st.data())
+def test_after_a_round_all_members_hold_the_exact_weighted_mean(
+    size: int, seed: int, pieces: int, differences: bool, data: st.DataObject
+) -> None:
+    ring = Ring(size, seed, pieces=pieces, differences=differences)
     mean = ring.mean()
     starters = data.draw(st.sets(st.sampled_from(ring.names), min_size=1))
     for name in sorted(starters):
@@ -238,9 +245,9 @@ def test_after_a_round_all_members_hold_the_exact_weighted_mean(size: int, seed:
 
 
 @settings(max_examples=60, deadline=None)
-@given(size=SIZES, seed=SEEDS, requests=st.integers(1, 8))
-def test_rounds_requested_at_any_moment_are_finished_by_all(size: int, seed: int, requests: int) -> None:
-    ring = Ring(size, seed)
+@given(size=SIZES, seed=SEEDS, pieces=PIECES, differences=st.booleans(), requests=st.integers(1, 8))
+def test_rounds_requested_at_any_moment_are_finished_by_all(size: int, seed: int, pieces: int, differences: bool, requests: int) -> None:
+    ring = Ring(size, seed, pieces=pieces, differences=differences)
     while requests:
         if ring.rng.random() < 0.2:
             ring.start(ring.rng.choice(ring.names))
@@ -255,9 +262,11 @@ def test_rounds_requested_at_any_moment_are_finished_by_all(size: int, seed: int
 
 
 @settings(max_examples=60, deadline=None)
-@given(size=SIZES, seed=SEEDS)
-def test_an_order_gives_all_members_the_exact_mean_whatever_background_rounds_run(size: int, seed: int) -> None:
-    ring = Ring(size, seed)
+@given(size=SIZES, seed=SEEDS, pieces=PIECES, differences=st.booleans())
+def test_an_order_gives_all_members_the_exact_mean_whatever_background_rounds_run(
+    size: int, seed: int, pieces: int, differences: bool
+) -> None:
+    ring = Ring(size, seed, pieces=pieces, differences=differences)
     waiting = [(name, order) for name in ring.names for order in (0, 1)]
     ring.rng.shuffle(waiting)
     while waiting:
@@ -272,9 +281,9 @@ def test_an_order_gives_all_members_the_exact_mean_whatever_background_rounds_ru
 
 
 @settings(max_examples=80, deadline=None)
-@given(size=SIZES, seed=SEEDS, steps=st.integers(0, 40))
-def test_members_that_give_up_meet_again_in_the_next_round(size: int, seed: int, steps: int) -> None:
-    ring = Ring(size, seed, deadline_s=10.0)
+@given(size=SIZES, seed=SEEDS, pieces=PIECES, differences=st.booleans(), steps=st.integers(0, 40))
+def test_members_that_give_up_meet_again_in_the_next_round(size: int, seed: int, pieces: int, differences: bool, steps: int) -> None:
+    ring = Ring(size, seed, deadline_s=10.0, pieces=pieces, differences=differences)
     ring.start(ring.rng.choice(ring.names))
     for _ in range(steps):
         ring.step()
@@ -297,9 +306,11 @@ def test_members_that_give_up_meet_again_in_the_next_round(size: int, seed: int,
 
 
 @settings(max_examples=30, deadline=None)
-@given(size=SIZES, seed=SEEDS, steps=st.integers(0, 30))
-def test_the_death_of_a_member_leaves_the_others_idle_with_their_own_weights(size: int, seed: int, steps: int) -> None:
-    ring = Ring(size, seed, deadline_s=10.0)
+@given(size=SIZES, seed=SEEDS, pieces=PIECES, differences=st.booleans(), steps=st.integers(0, 30))
+def test_the_death_of_a_member_leaves_the_others_idle_with_their_own_weights(
+    size: int, seed: int, pieces: int, differences: bool, steps: int
+) -> None:
+    ring = Ring(size, seed, deadline_s=10.0, pieces=pieces, differences=differences)
     ring.start(ring.names[0])
     for _ in range(steps):
         ring.step()
@@ -313,3 +324,92 @@ def test_the_death_of_a_member_leaves_the_others_idle_with_their_own_weights(siz
     for name, shell in ring.shells.items():
         assert name in ring.dead or shell.member.idle
         assert name in ring.dead or len(shell.applied) + len(shell.abandoned) <= 1
+
+
+def test_a_piece_is_passed_on_while_the_next_one_is_on_its_way() -> None:
+    member = RingMember(0, ("a", "b", "c"), "a", 10.0, pieces=2)
+    member.handle(StartRequested(now=0.0))
+    first = member.handle(SnapshotTaken(round=1, weight=1.0, now=0.0))
+    assert [(send.step, send.piece) for send in first if isinstance(send, SendChunk)] == [(0, 0), (0, 1)]
+    out = member.handle(ChunkArrived(round=1, step=0, chunk=2, weight=1.0, now=0.0, piece=0))
+    assert out == [
+        AddChunk(round=1, step=0, chunk=2, piece=0),
+        SendChunk(peer="b", round=1, step=1, chunk=2, weight=2.0, piece=0),
+    ]
+
+
+def test_a_round_that_moves_is_not_late() -> None:
+    member = RingMember(0, ("a", "b"), "a", 10.0, pieces=2)
+    member.handle(StartRequested(now=0.0))
+    member.handle(SnapshotTaken(round=1, weight=1.0, now=0.0))
+    member.handle(ChunkArrived(round=1, step=0, chunk=1, weight=1.0, now=9.0, piece=0))
+    assert member.deadline == 19.0
+    assert member.handle(DeadlinePassed(now=10.0)) == []
+
+
+def test_pieces_of_a_step_that_contradict_each_other_are_refused() -> None:
+    member = RingMember(0, ("a", "b"), "a", 10.0, pieces=2)
+    member.handle(ChunkArrived(round=1, step=0, chunk=1, weight=1.0, now=0.0, piece=0))
+    with pytest.raises(ProtocolError, match="contradict each other"):
+        member.handle(ChunkArrived(round=1, step=0, chunk=1, weight=2.0, now=0.0, piece=1))
+    with pytest.raises(ProtocolError, match="piece 2 of step 0 of round 1 is not one of 0..1"):
+        member.handle(ChunkArrived(round=1, step=0, chunk=1, weight=1.0, now=0.0, piece=2))
+
+
+def test_background_rounds_average_differences_to_the_last_mean_and_ordered_ones_are_not_encoded() -> None:
+    member = RingMember(0, ("a", "b"), "a", 10.0, codec=AveragingCodec.FP16, differences=True)
+    assert member.handle(StartRequested(now=0.0))[-1] == TakeSnapshot(round=1, terms=RoundTerms(base=0, codec=AveragingCodec.FP16))
+    member.handle(DeadlinePassed(now=10.0))
+    order = member.handle(StartRequested(now=11.0, order=1))[-1]
+    assert order == TakeSnapshot(round=ordered_round(1), terms=RoundTerms(base=0, codec=AveragingCodec.NONE))
+
+
+def test_a_member_that_missed_a_round_asks_for_one_of_the_values_themselves() -> None:
+    member = RingMember(0, ("a", "b"), "a", 10.0, codec=AveragingCodec.INT8, differences=True)
+    late = OpenReceived(round=4, now=0.0, terms=RoundTerms(base=3, codec=AveragingCodec.INT8))
+    assert member.handle(late) == [SendOpen(peer="b", round=5, terms=PLAIN), TakeSnapshot(round=5, terms=PLAIN)]
+
+
+def test_a_member_leaves_a_round_whose_chunks_are_differences_to_another_mean() -> None:
+    member = RingMember(0, ("a", "b"), "a", 10.0, codec=AveragingCodec.INT8, differences=True)
+    member.handle(StartRequested(now=0.0))
+    other = ChunkArrived(round=1, step=0, chunk=1, weight=1.0, now=0.0)
+    gone, *rest = member.handle(other)
+    assert isinstance(gone, AbandonRound)
+    assert rest == [SendOpen(peer="b", round=2, terms=PLAIN), TakeSnapshot(round=2, terms=PLAIN)]
+
+
+def test_a_round_is_given_up_when_what_arrived_is_refused_even_after_the_last_piece() -> None:
+    member = pair()
+    member.handle(chunk(0, 1))
+    member.handle(SnapshotTaken(round=1, weight=1.0, now=0.0))
+    member.handle(chunk(1, 0))
+    assert member.handle(ChunkRefused(round=1, reason="a value is not finite", now=0.0)) == [
+        AbandonRound(round=1, reason="a value is not finite")
+    ]
+    assert member.idle
+    assert member.handle(ChunkRefused(round=1, reason="again", now=0.0)) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=SIZES, seed=SEEDS, steps=st.integers(0, 60))
+def test_members_whose_bases_differ_come_together_again(size: int, seed: int, steps: int) -> None:
+    ring = Ring(size, seed, deadline_s=10.0, pieces=2, differences=True)
+    ring.start(ring.names[0])
+    for _ in range(steps):
+        ring.step()
+    # Some give a round up that others may finish: their bases differ from then on.
+    ring.now = 10.0
+    for name in ring.rng.sample(ring.names, ring.rng.randrange(1, size + 1)):
+        ring.give(name, DeadlinePassed(now=ring.now))
+    ring.settle()
+    ring.now = 25.0
+    for name in ring.names:
+        ring.give(name, DeadlinePassed(now=ring.now))
+    ring.settle()
+    for _ in range(2):
+        ring.start(ring.rng.choice(ring.names))
+        ring.settle()
+    assert len({tuple(shell.values) for shell in ring.shells.values()}) == 1
+    assert len({tuple(shell.base) for shell in ring.shells.values()}) == 1
+    assert len({shell.member.finished for shell in ring.shells.values()}) == 1

@@ -13,6 +13,7 @@ from roost.protocol.pipeline_schedule import (
     DATA,
     ComputeFinished,
     GradientsArrived,
+    NormArrived,
     PipelineSchedule,
     RunBackward,
     RunEvaluation,
@@ -235,3 +236,40 @@ def test_every_micro_batch_goes_forward_and_backward_once_within_the_bounds(
     assert [update.batch for update in updates] == list(range(batches))
     bound = -(-(max_in_flight - 1) // count)
     assert all(0 <= staleness <= bound for update in updates for staleness in update.staleness)
+
+
+def test_with_flush_a_batch_goes_forward_only_after_the_update_of_the_batch_before() -> None:
+    stage = PipelineSchedule(0, 2, frozenset({DATA}), frozenset({1}), 2, flush=True)
+    first, second, third = (header(number, batch=number // 2, position=number % 2, count=2) for number in range(3))
+    assert stage.handle(ValuesArrived(micro_batch=first, source=DATA)) == [RunForward(micro_batch=first)]
+    assert stage.handle(ValuesArrived(micro_batch=second, source=DATA)) == []
+    assert stage.handle(ValuesArrived(micro_batch=third, source=DATA)) == []
+    assert stage.handle(ComputeFinished()) == [RunForward(micro_batch=second)]
+    assert stage.handle(ComputeFinished()) == []
+    assert stage.handle(gradients(0)) == [RunBackward(micro_batch=first)]
+    assert stage.handle(ComputeFinished()) == []
+    assert stage.handle(gradients(1)) == [RunBackward(micro_batch=second)]
+    assert stage.handle(ComputeFinished()) == [RunUpdate(batch=0, staleness=(0, 0))]
+    assert stage.handle(ComputeFinished()) == [RunForward(micro_batch=third)]
+
+
+def test_an_update_waits_for_the_norms_of_the_other_stages() -> None:
+    stage = PipelineSchedule(1, 3, frozenset({0}), frozenset({2}), 1, flush=True, norm_sources=frozenset({0, 2}))
+    assert stage.handle(ValuesArrived(micro_batch=header(0), source=0)) == [RunForward(micro_batch=header(0))]
+    assert stage.handle(ComputeFinished()) == []
+    assert stage.handle(NormArrived(batch=0, source=2)) == []
+    assert stage.handle(GradientsArrived(number=0, source=2)) == [RunBackward(micro_batch=header(0))]
+    assert stage.handle(ComputeFinished()) == []
+    assert not stage.idle
+    assert stage.handle(NormArrived(batch=0, source=0)) == [RunUpdate(batch=0, staleness=(0,))]
+    assert stage.handle(ComputeFinished()) == []
+    assert stage.idle
+
+
+@pytest.mark.parametrize("event", [NormArrived(batch=1, source=2), NormArrived(batch=0, source=1), NormArrived(batch=0, source=0)])
+def test_norms_that_were_not_to_come_are_refused(event: NormArrived) -> None:
+    stage = PipelineSchedule(1, 3, frozenset({0}), frozenset({2}), 1, flush=True, norm_sources=frozenset({0, 2}))
+    stage.handle(ValuesArrived(micro_batch=header(0), source=0))
+    stage.handle(NormArrived(batch=0, source=0))
+    with pytest.raises(ProtocolError, match="norm of batch"):
+        stage.handle(event)

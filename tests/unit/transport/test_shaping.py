@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from roost.transport.interface import Lane
 from roost.transport.meter import Meter
 from roost.transport.shaping import BURST_S, PACKET_BYTES, PIECE_S, TokenBucket
 
@@ -68,3 +69,56 @@ def test_a_large_message_does_not_hold_up_small_ones_until_all_of_it_has_left() 
     small_s, large_s = asyncio.run(scene())
     assert small_s < large_s / 2
     assert large_s > 0.4 - 2 * BURST_S
+
+
+async def send(meter: Meter, nbytes: int, lane: Lane) -> float:
+    """Send one message of one frame; return when it had left."""
+    with meter.message(lane):
+        async with meter.frame(nbytes, lane):
+            pass
+    return asyncio.get_running_loop().time()
+
+
+def test_averaging_gives_way_to_a_message_of_the_pipeline() -> None:
+    async def scene() -> tuple[float, float]:
+        meter = Meter(10_000_000)
+        begun = asyncio.get_running_loop().time()
+        averaging = asyncio.create_task(send(meter, 1_000_000, Lane.AVERAGING))
+        await asyncio.sleep(0)
+        training = asyncio.create_task(send(meter, 500_000, Lane.TRAINING))
+        return await training - begun, await averaging - begun
+
+    training_s, averaging_s = asyncio.run(scene())
+    # Had they taken turns from the beginning, the smaller one would have taken as long as twice its bytes.
+    assert training_s < averaging_s
+    assert averaging_s > 0.15 - 2 * BURST_S
+
+
+def test_a_pipeline_that_fills_the_line_leaves_averaging_a_part_of_it() -> None:
+    async def scene() -> float:
+        meter = Meter(20_000_000)
+        begun = asyncio.get_running_loop().time()
+        filling = [asyncio.create_task(send(meter, 4_000_000, Lane.TRAINING)) for _ in range(2)]
+        await asyncio.sleep(0)
+        left = await send(meter, 400_000, Lane.AVERAGING) - begun
+        for task in filling:
+            await task
+        return left / (asyncio.get_running_loop().time() - begun)
+
+    assert asyncio.run(scene()) < 0.5
+
+
+def test_waiting_messages_of_the_pipeline_are_counted_until_the_last_has_left() -> None:
+    async def scene() -> list[bool]:
+        meter = Meter(0)
+        seen = []
+        with meter.message(Lane.TRAINING):
+            with meter.message(Lane.TRAINING):
+                seen.append(meter.pipeline_sends)
+            seen.append(meter.pipeline_sends)
+            with meter.message(Lane.AVERAGING):
+                seen.append(meter.pipeline_sends)
+        seen.append(meter.pipeline_sends)
+        return seen
+
+    assert asyncio.run(scene()) == [True, True, True, False]
