@@ -15,7 +15,7 @@ import psutil
 from torch import Tensor, nn
 
 from roost.capture.arguments import DTYPES
-from roost.capture.check import CheckReport, check_against_eager
+from roost.capture.check import CheckReport, check_against_eager, check_batch_sizes
 from roost.capture.export import Captured, capture
 from roost.capture.graph_format import to_bytes
 from roost.capture.profiling import estimate, profile
@@ -162,6 +162,7 @@ class Job:
 
     def __post_init__(self) -> None:
         require(isinstance(self.model, nn.Module), f"model must be a torch.nn.Module, not a {type(self.model).__name__}")
+        require(self.weights is None or isinstance(self.weights, str | Path), f"weights must be a path, not {self.weights!r}")
         for name in ("loss", "metric"):
             value = getattr(self, name)
             require(value is None or callable(value), f"{name} must be callable: {name}(output, label) -> scalar tensor")
@@ -241,7 +242,27 @@ def check(job: Job) -> CheckedJob:
     check_optimizer(config)
     begin = time.perf_counter()
     rehearsed = rehearse(job, training, config)
-    return CheckedJob(rehearsed=rehearsed, config=config, capture_s=time.perf_counter() - begin)
+    took = time.perf_counter() - begin
+    _validation(job, rehearsed)
+    _weights(job, rehearsed.captured, None)
+    return CheckedJob(rehearsed=rehearsed, config=config, capture_s=took)
+
+
+def _validation_samples(job: Job) -> int:
+    return 0 if job.validation is None else len(SampleSource(job.validation, what="the validation data", collate=job.collate))
+
+
+def _validation(job: Job, rehearsed: RehearsedJob) -> SampleSource | None:
+    """Return the validation data, whose first sample fits the captured model; None if the job has none."""
+    if job.validation is None:
+        return None
+    validation = SampleSource(job.validation, what="the validation data", collate=job.collate)
+    require(len(validation) > 0, "the validation data is empty; leave it out to train without evaluation")
+    if rehearsed.columns.names is not None:
+        validation.select(rehearsed.columns.names)
+    validation.expect([(DTYPES[record.dtype], record.shape) for record in rehearsed.captured.graph.data])
+    validation.batch([0])
+    return validation
 
 
 def _paced(pool: Pool | None) -> bool:
@@ -256,22 +277,15 @@ def prepare(job: Job, *, resume: str | Path | None = None, saves: bool = True, p
     With `saves` the job's checkpoint directory is made, if it cannot be written to that is an error.
     """
     training = SampleSource(job.data, what="the training data", collate=job.collate)
-    validation = SampleSource(job.validation, what="the validation data", collate=job.collate) if job.validation is not None else None
     checkpoint = _checkpoint(Path(resume)) if resume is not None else None
-    config = _config(job, len(training), 0 if validation is None else len(validation), checkpoint)
+    config = _config(job, len(training), _validation_samples(job), checkpoint)
     check_optimizer(config)
     if saves:
         check_writable(Path(job.checkpoint_dir))
     rehearsed = rehearse(job, training, config)
     captured = rehearsed.captured
-    expected = [(DTYPES[record.dtype], record.shape) for record in captured.graph.data]
-    training.expect(expected)
-    if validation is not None:
-        require(len(validation) > 0, "the validation data is empty; leave it out to train without evaluation")
-        if rehearsed.columns.names is not None:
-            validation.select(rehearsed.columns.names)
-        validation.expect(expected)
-        validation.batch([0])
+    training.expect([(DTYPES[record.dtype], record.shape) for record in captured.graph.data])
+    validation = _validation(job, rehearsed)
     model_profile = measure_costs(rehearsed, config, rest_s=PACED_REST_S if paced else 0.0)
     return JobPackage(
         config=config,
@@ -322,6 +336,8 @@ def rehearse(job: Job, training: SampleSource, config: JobConfig) -> RehearsedJo
         return RehearsedJob(captured=captured, columns=columns, report=None)
     try:
         report = check_against_eager(job.model, loss, captured, columns.inputs, columns.labels, layout=columns.layout, seed=job.seed)
+        smaller = [size for size in micro_batch_sizes(config) if size < len(columns.batch[0])]
+        check_batch_sizes(job.model, loss, captured, columns.batch, smaller, layout=columns.layout, seed=job.seed)
     # What a model raises on real values that it did not raise when it was traced, such as a label that is out of range.
     except (RuntimeError, TypeError, ValueError, ArithmeticError, AssertionError, LookupError) as error:
         raise InvalidDataError(
@@ -329,6 +345,13 @@ def rehearse(job: Job, training: SampleSource, config: JobConfig) -> RehearsedJo
             hint="Call loss(model(inputs), labels) on these samples in plain PyTorch; look for labels that are out of range.",
         ) from error
     return RehearsedJob(captured=captured, columns=columns, report=report)
+
+
+def micro_batch_sizes(config: JobConfig) -> tuple[int, ...]:
+    """Return the sizes that an epoch's training micro-batches have, ascending; one cluster, or several, give the same ones."""
+    batches = {min(config.batch_size, config.samples), config.samples % config.batch_size} - {0}
+    sizes = {size for batch in batches for size in (min(batch, config.micro_batch_size), batch % config.micro_batch_size)}
+    return tuple(sorted(sizes - {0}))
 
 
 def _can_run_here(captured: Captured) -> bool:

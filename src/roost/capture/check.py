@@ -15,7 +15,7 @@ from roost.capture.export import Captured
 from roost.capture.rehearsal import Rehearsal
 from roost.capture.repeatability import line_that_changes
 from roost.capture.tracing import CallLayout, Loss
-from roost.errors import CaptureMismatchError
+from roost.errors import CaptureMismatchError, NonFiniteLossError, NotCapturableError
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,7 @@ ROUNDINGS = 8
 
 _NEGLIGIBLE = 1e-6
 """Gradients this much smaller than the largest of all are compared with that scale: they are rounding errors of zero."""
+_SUM_TOLERANCE = 1e-5
 _RATE = 1e-2
 """Learning rate of the step between the two that are compared."""
 
@@ -109,6 +110,7 @@ def check_against_eager(
     data = (*inputs, *labels)
     with _kept_state(model, loss), torch.random.fork_rng(devices=[]), torch.enable_grad():
         eager_loss, theirs = eager.step(data, seed)
+        _require_finite(captured, eager_loss, data)
         buffers = {name: item.detach().cpu().clone() for name, item in model.named_buffers()}
         whole = Rehearsal(captured)
         graph_loss = whole.step(data, seed)
@@ -126,7 +128,30 @@ def check_against_eager(
         )
         _check_buffers(captured, whole, buffers)
         _check_evaluation(eager, captured, data, seed)
+        _check_mean(eager, captured, data, seed)
     return report
+
+
+def check_batch_sizes(
+    model: nn.Module, loss: Loss, captured: Captured, data: Sequence[Tensor], sizes: Sequence[int], *, layout: CallLayout, seed: int
+) -> None:
+    """Run the eager model in training on the first samples of `data`, as many as each of `sizes` says.
+
+    Raises NotCapturableError, naming the size, if model or loss fail there: a job would fail on such a batch in the middle of an
+    epoch. The model is left as it was.
+    """
+    eager = _Eager(model=model, loss=loss, layout=layout)
+    with _kept_state(model, loss), torch.random.fork_rng(devices=[]), torch.no_grad():
+        eager.set_training(True)
+        for size in sizes:
+            try:
+                eager.loss_of([item[:size] for item in data], seed)
+            except (RuntimeError, ValueError) as error:
+                raise NotCapturableError(
+                    f"model or loss fail in training on {size} sample(s), and the data gives a micro-batch of that size in every epoch: "
+                    f"{str(error).splitlines()[0]}",
+                    hint="Choose batch_size and micro_batch_size so that no such rest is left, or leave samples out; batch-norm needs two.",
+                ) from error
 
 
 def check_cuts(captured: Captured, cuts: Sequence[int], data: Sequence[Tensor], *, seed: int) -> CutReport:
@@ -253,6 +278,40 @@ def _check_evaluation(eager: _Eager, captured: Captured, data: Sequence[Tensor],
     if samples > 1:
         some = tuple(item[:-1] for item in data)
         _check_evaluated(eager, captured, some, seed, f"in evaluation with {samples - 1} instead of {samples} samples")
+
+
+def _require_finite(captured: Captured, loss: Tensor, data: Sequence[Tensor]) -> None:
+    """Raise NonFiniteLossError if the loss is no number: nothing could be compared with it, nor trained."""
+    if bool(loss.isfinite()):
+        return
+    named = zip(captured.graph.data, data, strict=True)
+    wrong = next((record.name for record, item in named if item.is_floating_point() and not bool(item.isfinite().all())), None)
+    if wrong is not None:
+        raise NonFiniteLossError(f"{wrong!r} has NaN or infinite values in the first batch, and so the loss is {float(loss)}")
+    raise NonFiniteLossError(
+        f"the loss of the first batch is {float(loss)}",
+        hint="Call loss(model(inputs), labels) on it in plain PyTorch; a mean over no labels, all of them ignored (-100), is NaN.",
+    )
+
+
+def _check_mean(eager: _Eager, captured: Captured, data: Sequence[Tensor], seed: int) -> None:
+    """Raise NotCapturableError if the loss of a batch is the sum of the losses of its two parts, not their mean."""
+    samples = data[0].shape[0]
+    if samples < 2:
+        return
+    half = samples // 2
+    with torch.no_grad(), _kept_state(eager.model, eager.loss):
+        _load(eager.model, captured)
+        eager.set_training(False)
+        parts = ((0, samples), (0, half), (half, samples))
+        whole, first, second = (float(eager.loss_of([item[begin:end] for item in data], seed)) for begin, end in parts)
+    mean = (half * first + (samples - half) * second) / samples
+    if abs(first + second - whole) <= _SUM_TOLERANCE * abs(whole) < abs(mean - whole):
+        raise NotCapturableError(
+            f"the loss of {samples} samples ({whole:.6g}) is the sum of the losses of {half} and of {samples - half} of them: "
+            "gradients of micro-batches could not be combined",
+            hint="Let the loss be the mean over the samples, for example with reduction='mean'.",
+        )
 
 
 def _check_evaluated(eager: _Eager, captured: Captured, data: Sequence[Tensor], seed: int, where: str) -> None:

@@ -162,7 +162,10 @@ def _export(
                 ) from error
             reason = str(error).strip().splitlines()
             raise NotCapturableError(
-                f"torch.export refuses the model{where}: {reason[0][:300] if reason else type(error).__name__}"
+                f"torch.export refuses the model{where}: {reason[0][:300] if reason else type(error).__name__}",
+                hint=None
+                if where
+                else "Call loss(model(inputs), labels) on one batch in plain PyTorch; docs/models.md lists what is refused.",
             ) from error
 
 

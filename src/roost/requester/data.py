@@ -145,6 +145,8 @@ class SampleSource:
         assert self._collate is not None
         try:
             batch = self._collate(samples)
+        except InvalidDataError as error:
+            raise InvalidDataError(f"{self._what}: samples {list(indices)[:4]}...: {error.message}", hint=error.hint) from error
         except Exception as error:
             raise InvalidDataError(
                 f"{self._what}: the collate function raised {type(error).__name__} for samples {list(indices)[:4]}...: {error}",

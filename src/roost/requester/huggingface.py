@@ -51,7 +51,7 @@ class ModelCollator:
         if self._collate is not None:
             batch = self._collate(kept)
             return {name: value for name, value in batch.items() if name in self._accepted and isinstance(value, Tensor)}
-        names = list(kept[0])
+        names = list(dict.fromkeys(name for sample in kept for name in sample))
         columns = {name: self._column(name, [sample.get(name) for sample in kept]) for name in names}
         if MASK in self._accepted and MASK not in columns and "input_ids" in columns:
             lengths = torch.tensor([len(sample["input_ids"]) for sample in kept])
@@ -70,8 +70,11 @@ class ModelCollator:
     def _column(self, name: str, values: Sequence[Any]) -> Tensor:
         missing = next((index for index, value in enumerate(values) if value is None), None)
         if missing is not None:
-            raise InvalidDataError(f"sample {missing} of the batch has no {name!r}, others have")
+            raise InvalidDataError(f"sample {missing} of the batch has no {name!r}, others have", hint=f"Give every sample a {name!r}.")
         tensors = [torch.as_tensor(value) for value in values]
+        empty = next((index for index, tensor in enumerate(tensors) if tensor.numel() == 0), None)
+        if empty is not None:
+            raise InvalidDataError(f"sample {empty} of the batch is empty in {name!r}", hint="Leave such samples out of the dataset.")
         if len({tensor.shape for tensor in tensors}) == 1:
             return torch.stack(tensors)
         if len({tensor.shape[1:] for tensor in tensors}) != 1 or tensors[0].dim() == 0:

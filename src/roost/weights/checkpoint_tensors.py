@@ -132,7 +132,7 @@ def _check(path: Path, spec: TensorSpec, dtype: str, shape: tuple[int, ...], *, 
     if not cast:
         raise CheckpointMismatchError(
             f"tensor {spec.name!r} is {known} in {path} and {spec.dtype} in the model",
-            hint=f"Build the model in {known}, or allow the conversion with cast=True.",
+            hint=f"Build the model in {known}, or allow the conversion with Job(weights_cast=True).",
         )
 
 

@@ -247,3 +247,28 @@ def test_two_threads_may_run_one_program_at_once() -> None:
     for index in (0, 1):
         assert len(found[index]) == 20
         assert all(torch.equal(item, expected[index]) for item in found[index])
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.layers[0](x)
+        for layer in list(self.layers)[1:]:
+            x = layer(first) * first + x
+        return x
+
+
+def test_a_value_is_handed_on_from_each_stage_that_uses_it_to_the_next() -> None:
+    model, x, y = Residual(), torch.randn(8, 4), torch.randn(8, 4)
+    captured = capture(model, nn.MSELoss(), (x,), (y,))
+    cuts = [1, 4, 7]
+    programs = cut(captured.graph, [0, *cuts, len(captured.graph.nodes)])
+    value = captured.graph.first_result
+    assert [[source for source, numbers in program.receives.items() if value in numbers] for program in programs[1:]] == [[0], [1], [2]]
+    tensors = training_tensors(captured)
+    assert torch.equal(train_step(captured, cuts, (x, y), tensors, seed=0), eager_step(model, nn.MSELoss(), (x, y), seed=0))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(tensors[name].grad, parameter.grad), name

@@ -52,6 +52,8 @@ def test_another_collator_gets_the_model_s_columns_and_its_tensors_are_taken() -
         ([[1, 2]], "a sample is a list, not a dict"),
         ([{"text": "x"}], "has text, and the model takes none of it"),
         ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "sample 1 of the batch has no 'labels'"),
+        ([{"input_ids": [1]}, {"input_ids": [1], "labels": [1]}], "sample 0 of the batch has no 'labels'"),
+        ([{"input_ids": [1, 2]}, {"input_ids": []}], "sample 1 of the batch is empty in 'input_ids'"),
         ([{"pixel_values": torch.ones(2, 3)}, {"pixel_values": torch.ones(2, 4)}], "cannot be padded"),
     ],
 )
