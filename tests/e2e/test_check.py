@@ -81,7 +81,7 @@ def test_a_model_that_survives_is_told_so_and_one_that_does_not_is_told_why(mach
     hooked = script(
         machine, MODEL + JOB.replace("data = [", "model.mixer[0].weight.register_hook(lambda gradient: gradient * 3)\ndata = [", 1)
     )
-    refused(machine.run("check", hooked, "eager"), "R204", "mixer.0.weight", "hooks")
+    refused(machine.run("check", hooked, "eager"), "R201", "mixer.0.weight", "hook")
 
 
 def test_a_model_that_was_never_whole_trains_and_gives_a_normal_checkpoint(machine: Machine) -> None:
