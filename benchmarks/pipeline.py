@@ -40,6 +40,8 @@ from roost.requester.run import RunMetrics
 from roost.types import ModelProfile, NodeProfile, Plan
 
 BATCH, MICRO_BATCH, LENGTH = 32, 8, 128
+TWO_NODES, THREE_NODES = "200MB", "160MB"
+"""Enough for the micro-batches in flight that keep every stage busy; with half of it the plan has one, and stages take turns."""
 SETTLE_S = 5.0
 """Seconds after the first update before anything is measured: the pipeline fills."""
 START_S = 120.0
@@ -216,14 +218,14 @@ def two_and_three_stages(repeats: int, seconds: float) -> dict[str, Any]:
     plain, two, three, other = [plain_rates(seconds)], [], [], {"1f1b": [], "gpipe": [], "1f1b_three": []}  # type: ignore[var-annotated]
     balance, cuts, cuts_three = 0.0, [3], [2, 4]
     for _ in range(repeats):
-        watch = roost_run([NodeOptions(memory="100MB") for _ in range(2)], SmallGPT(), seconds, pinned=True)
+        watch = roost_run([NodeOptions(memory=TWO_NODES) for _ in range(2)], SmallGPT(), seconds, pinned=True)
         two.append(rates(watch))
         stages = stage_seconds(watch)
         balance, cuts = sum(stages) / (len(stages) * max(stages)), nearest_blocks(watch)
         for schedule in ("1f1b", "gpipe"):
             other[schedule].append(torch_rates(schedule, cuts, seconds))
         plain.append(plain_rates(seconds))
-        watch = roost_run([NodeOptions(memory="70MB") for _ in range(3)], SmallGPT(), seconds, pinned=False)
+        watch = roost_run([NodeOptions(memory=THREE_NODES) for _ in range(3)], SmallGPT(), seconds, pinned=False)
         three.append(rates(watch))
         cuts_three = nearest_blocks(watch)
         other["1f1b_three"].append(torch_rates("1f1b", cuts_three, seconds))

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from e2e_kit import MARK, Machine
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _commands_can_be_interrupted() -> None:
+    """A shell that starts the tests in the background ignores Ctrl+C for all that they start; a terminal does not."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
