@@ -26,6 +26,20 @@ DTYPE_BYTES: dict[str, int] = {
 }
 """Every dtype that may cross the wire, with its bytes per element."""
 
+SAFETENSORS_DTYPES: dict[str, str] = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""What a safetensors file calls each of these dtypes."""
+
 MAX_SECONDS, MAX_BYTES = 1e9, 2**60
 MIN_FLOP_PER_S, MAX_FLOP_PER_S = 1.0, 1e24
 MIN_RATE, MAX_RATE = 1e-9, 1e18

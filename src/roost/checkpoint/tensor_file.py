@@ -12,7 +12,7 @@ from typing import Any
 
 from roost.checkpoint.manifest import parse_json, regular_size, shown
 from roost.errors import CheckpointDamagedError, InvalidConfigError
-from roost.types import TensorSpec
+from roost.types import SAFETENSORS_DTYPES, TensorSpec
 
 MAX_HEADER_BYTES = 4 << 20
 """Some forty thousand tensors. What JSON says in a byte can take Python 30 bytes to hold."""
@@ -21,18 +21,6 @@ _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 _MAX_METADATA = 1024
 """Pairs of text that a writer may leave in the header; nothing here reads them."""
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorSpec], bytes]:
@@ -86,9 +74,9 @@ def _entry(name: str, raw: Any) -> tuple[TensorSpec, tuple[int, int]]:
     """Return a tensor's spec and where its bytes begin and end. Raises ValueError, InvalidConfigError."""
     if not isinstance(raw, dict) or raw.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError("its entry must have exactly dtype, shape and data_offsets")
-    dtype = _DTYPES.get(raw["dtype"]) if isinstance(raw["dtype"], str) else None
+    dtype = SAFETENSORS_DTYPES.get(raw["dtype"]) if isinstance(raw["dtype"], str) else None
     if dtype is None:
-        raise ValueError(f"its dtype must be one of {', '.join(_DTYPES)}")
+        raise ValueError(f"its dtype must be one of {', '.join(SAFETENSORS_DTYPES)}")
     shape, offsets = _sizes(raw["shape"]), _sizes(raw["data_offsets"])
     spec = TensorSpec(name=name, dtype=dtype, shape=shape)
     if len(offsets) != 2 or offsets[1] - offsets[0] != spec.nbytes:

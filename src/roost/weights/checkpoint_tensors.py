@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from roost.errors import CheckpointDamagedError, CheckpointMismatchError, InvalidConfigError, MissingWeightsError
-from roost.types import TensorSpec
+from roost.types import SAFETENSORS_DTYPES, TensorSpec
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -26,18 +26,6 @@ MAX_INDEX_LISTS = 64
 MAX_SHARDS = 10_000
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
-_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 _FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
@@ -124,7 +112,7 @@ def _check(path: Path, spec: TensorSpec, dtype: str, shape: tuple[int, ...], *, 
         raise CheckpointMismatchError(
             f"tensor {spec.name!r} is {list(shape)} in {path} and {list(spec.shape)} in the model", hint=_OTHER_MODEL
         )
-    known = _DTYPES.get(dtype, dtype)
+    known = SAFETENSORS_DTYPES.get(dtype, dtype)
     if known == spec.dtype:
         return
     if not (known in _FLOATS and spec.dtype in _FLOATS):
@@ -219,7 +207,7 @@ def _read_file(path: Path, wanted: Mapping[str, StoredTensor]) -> dict[str, Tens
                 # The file is mapped into memory: a copy stays what it is when the file changes.
                 tensor = file.get_tensor(entry.stored_name).clone()
                 stored = (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-                if stored != (_DTYPES.get(entry.stored_dtype), entry.spec.shape):
+                if stored != (SAFETENSORS_DTYPES.get(entry.stored_dtype), entry.spec.shape):
                     raise CheckpointDamagedError(f"tensor {name!r} of {path} has changed since the job was started")
                 found[name] = tensor.to(getattr(torch, entry.spec.dtype))
     except (SafetensorError, OSError) as error:

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from roost.capture.cut import cut
 from roost.capture.export import Captured, capture
-from roost.capture.program import DATA_SOURCE
+from roost.capture.rehearsal import Rehearsal
 
 VOCABULARY, CONTEXT, WIDTH = 23, 12, 16
 
@@ -126,53 +125,19 @@ def training_tensors(captured: Captured) -> dict[str, Tensor]:
 
 
 def train_step(captured: Captured, cuts: Sequence[int], data: Sequence[Tensor], tensors: dict[str, Tensor], seed: int) -> Tensor:
-    """Run forward and backward through all stages, adding to the gradients of `tensors`; return the loss.
-
-    Values cross as contiguous copies, as they would over a network.
-    """
-    programs = cut(captured.graph, [0, *cuts, len(captured.graph.nodes)])
-    received: list[dict[int, Tensor]] = []
-    sent: list[dict[int, Tensor]] = []
-    torch.manual_seed(seed)
-    for program in programs:
-        values = {
-            number: data[number].clone() if source == DATA_SOURCE else sent[source][number].detach().contiguous().clone()
-            for source, numbers in program.receives.items()
-            for number in numbers
-        }
-        own = {record.name: tensors[record.name] for record in (*program.tensors, *program.shared)}
-        received.append(values)
-        sent.append(program.run(values, own, training=True))
-    gradients: list[dict[int, Tensor]] = [{} for _ in programs]
-    for program in reversed(programs):
-        roots = [sent[program.index][number] for number in gradients[program.index]]
-        starts: list[Tensor | None] = list(gradients[program.index].values())
-        if program.loss_value is not None:
-            roots, starts = [*roots, sent[program.index][program.loss_value]], [*starts, None]
-        torch.autograd.backward(roots, starts)
-        for source, numbers in program.receives.items():
-            for number in program.differentiable.intersection(numbers):
-                gradient = received[program.index][number].grad
-                if gradient is not None:
-                    known = gradients[source].get(number)
-                    gradients[source][number] = gradient if known is None else known + gradient
-    loss = programs[-1].loss_value
-    assert loss is not None
-    return sent[-1][loss].detach()
+    """Run forward and backward through all stages, adding to the gradients of `tensors`; return the loss."""
+    return rehearsal_of(captured, cuts, tensors).step(data, seed)
 
 
 def evaluate(captured: Captured, cuts: Sequence[int], data: Sequence[Tensor], tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return loss and metric of an evaluation through all stages."""
-    programs = cut(captured.graph, [0, *cuts, len(captured.graph.nodes)])
-    sent: list[dict[int, Tensor]] = []
-    for program in programs:
-        values = {
-            number: data[number] if source == DATA_SOURCE else sent[source][number]
-            for source, numbers in program.receives.items()
-            for number in numbers
-        }
-        own = {record.name: tensors[record.name] for record in (*program.tensors, *program.shared)}
-        sent.append(program.run(values, own, training=False))
-    last = programs[-1]
-    assert last.loss_value is not None and last.metric_value is not None
-    return sent[-1][last.loss_value], sent[-1][last.metric_value]
+    loss, metric = rehearsal_of(captured, cuts, tensors).evaluate(data)
+    assert metric is not None
+    return loss, metric
+
+
+def rehearsal_of(captured: Captured, cuts: Sequence[int], tensors: dict[str, Tensor]) -> Rehearsal:
+    """Return the stages on `tensors`, which change as training changes them."""
+    rehearsal = Rehearsal(captured, cuts)
+    rehearsal.tensors = tensors
+    return rehearsal
