@@ -3,12 +3,15 @@
 All runs are real processes on this machine, one thread each, interleaved with the plain loop they are compared with.
 
 (a) Two stages on two pinned cores, the small GPT (6 layers, width 256, sequence 128), batch 32 in micro-batches of 8:
-    `utilisation` is samples/s over twice those of a plain process, corrected for the balance of the cut.
+    `utilisation` is samples/s over twice those of a plain process, corrected for the balance of the cut. Two processes on two
+    cores of one machine slow each other down (memory, clock), which no pipeline can undo: `machine_ceiling` is what two
+    independent plain processes reach at once over twice one of them alone, `utilisation_of_ceiling` is relative to that.
 (b) The same model, batch and micro-batches under torch.distributed.pipelining (1F1B and GPipe over gloo), cut at the block
     boundary nearest to Roost's cut: `vs_1f1b`, `vs_gpipe`. With three stages `cpu_efficiency`: samples per CPU second of all
     processes over the plain process's, and the same for 1F1B.
 (c) Eight nodes with speeds 1:2:4 (emulated by sleeping), uplinks of 100 Mbit/s (a token bucket) and 20 ms of distance (what
     arrives is handed on later): `utilisation_of_bottleneck` is the fraction of the time that the busiest stage computes.
+    Then the same nodes with `mode="sync"`, 1F1B with flush: `eight_nodes_sync`.
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ from roost.requester.run import RunMetrics
 from roost.types import ModelProfile, NodeProfile, Plan
 
 BATCH, MICRO_BATCH, LENGTH = 32, 8, 128
-TWO_NODES, THREE_NODES = "200MB", "160MB"
-"""Enough for the micro-batches in flight that keep every stage busy; with half of it the plan has one, and stages take turns."""
+TWO_NODES, THREE_NODES, EIGHT_NODES = "300MB", "260MB", "400MB"
+"""Enough for the micro-batches in flight that keep every stage busy; with a third of it the plan has one, and stages take turns."""
 SETTLE_S = 5.0
 """Seconds after the first update before anything is measured: the pipeline fills."""
 START_S = 120.0
@@ -130,9 +133,15 @@ def plain_rates(seconds: float) -> tuple[float, float]:
     return samples / (time.perf_counter() - begin), samples / (time.process_time() - cpu)
 
 
-def roost_run(
-    nodes: Sequence[NodeOptions], model: torch.nn.Module, seconds: float, *, pinned: bool, batch: int = BATCH, micro: int = MICRO_BATCH
-) -> Watch:
+def plain_pair(seconds: float) -> tuple[float, float]:
+    """Return samples per second, and per CPU second, of two plain loops at once, each on a core of its own."""
+    command = [sys.executable, "-m", "benchmarks.pipeline", "--seconds", str(seconds), "--plain-on"]
+    loops = [subprocess.Popen([*command, str(core)], stdout=subprocess.PIPE, text=True) for core in range(2)]
+    found = [json.loads(loop.communicate(timeout=120 + 3 * seconds)[0].strip().splitlines()[-1]) for loop in loops]
+    return sum(rate for rate, _ in found), statistics.mean(per_cpu for _, per_cpu in found)
+
+
+def roost_run(nodes: Sequence[NodeOptions], model: torch.nn.Module, seconds: float, *, pinned: bool, mode: str = "async") -> Watch:
     """Train in one cluster of all nodes for some seconds and return what was noted."""
     watch = Watch(measure_s=seconds, pinned=pinned)
     with tempfile.TemporaryDirectory() as directory:
@@ -141,8 +150,9 @@ def roost_run(
             loss=next_token_loss,
             data=tokens(),
             optimizer_args={"lr": 1e-3},
-            batch_size=batch,
-            micro_batch_size=micro,
+            batch_size=BATCH,
+            micro_batch_size=MICRO_BATCH,
+            mode=mode,
             epochs=100_000,
             sync_interval=100_000,
             max_clusters=1,
@@ -217,7 +227,9 @@ def two_and_three_stages(repeats: int, seconds: float) -> dict[str, Any]:
     """Run (a) and (b), everything in turn."""
     plain, two, three, other = [plain_rates(seconds)], [], [], {"1f1b": [], "gpipe": [], "1f1b_three": []}  # type: ignore[var-annotated]
     balance, cuts, cuts_three = 0.0, [3], [2, 4]
+    pairs = []
     for _ in range(repeats):
+        pairs.append(plain_pair(seconds))
         watch = roost_run([NodeOptions(memory=TWO_NODES) for _ in range(2)], SmallGPT(), seconds, pinned=True)
         two.append(rates(watch))
         stages = stage_seconds(watch)
@@ -232,39 +244,51 @@ def two_and_three_stages(repeats: int, seconds: float) -> dict[str, Any]:
         plain.append(plain_rates(seconds))
         print(f"plain {plain[-1]}, two stages {two[-1]} (balance {balance:.3f}), three {three[-1]}, torch {other}", flush=True)
     rate, per_cpu = (statistics.median(column) for column in zip(*plain, strict=True))
+    pair_rate, pair_per_cpu = (statistics.median(column) for column in zip(*pairs, strict=True))
     ours = statistics.median(found for found, _ in two)
+    three_per_cpu = statistics.median(found for _, found in three)
     one_f = statistics.median(found for found, _ in other["1f1b"])
     return {
         "plain_samples_per_s": rate,
         "two_stages_samples_per_s": ours,
         "balance": balance,
         "utilisation": ours / (2 * rate * balance),
+        "machine_ceiling": pair_rate / (2 * rate),
+        "utilisation_of_ceiling": ours / (pair_rate * balance),
         "torch_cuts": cuts,
         "vs_1f1b": ours / one_f,
         "vs_gpipe": ours / statistics.median(found for found, _ in other["gpipe"]),
         "utilisation_1f1b": one_f / (2 * rate),
-        "cpu_efficiency": statistics.median(found for _, found in three) / per_cpu,
+        "cpu_efficiency": three_per_cpu / per_cpu,
+        "cpu_efficiency_of_ceiling": three_per_cpu / pair_per_cpu,
         "cpu_efficiency_1f1b": statistics.median(found for _, found in other["1f1b_three"]) / per_cpu,
         "three_stages_torch_cuts": cuts_three,
     }
 
 
 def eight_nodes(seconds: float) -> dict[str, Any]:
-    """Run (c)."""
-    speeds = [0.05] * 4 + [0.1] * 2 + [0.2] * 2
-    nodes = [NodeOptions(memory="60MB", relative_speed=speed, uplink_mbit=100, latency_ms=20) for speed in speeds]
-    watch = roost_run(nodes, SmallGPT(layers=8), seconds, pinned=False)
-    first, last = watch.steady()[0], watch.steady()[-1]
-    before, elapsed = dict(first.compute_s), last.seconds - first.seconds
-    busy = {node: (after - before[node]) / elapsed for node, after in last.compute_s}
-    assert watch.plan is not None
-    return {
-        "eight_nodes_stages": len(watch.plan.stages),
-        "eight_nodes_samples_per_s": rates(watch)[0],
-        "eight_nodes_predicted": watch.plan.samples_per_s,
-        "eight_nodes_busy": {node: round(share, 3) for node, share in sorted(busy.items())},
-        "utilisation_of_bottleneck": max(busy.values()),
-    }
+    """Run (c), asynchronous and synchronous."""
+    figures: dict[str, Any] = {}
+    for key, mode in (("eight_nodes", "async"), ("eight_nodes_sync", "sync")):
+        speeds = [0.05] * 4 + [0.1] * 2 + [0.2] * 2
+        nodes = [NodeOptions(memory=EIGHT_NODES, relative_speed=speed, uplink_mbit=100, latency_ms=20) for speed in speeds]
+        watch = roost_run(nodes, SmallGPT(layers=8), seconds, pinned=False, mode=mode)
+        first, last = watch.steady()[0], watch.steady()[-1]
+        before, elapsed = dict(first.compute_s), last.seconds - first.seconds
+        busy = {node: (after - before[node]) / elapsed for node, after in last.compute_s}
+        assert watch.plan is not None
+        figures[key] = {
+            "stages": len(watch.plan.stages),
+            "in_flight": [stage.max_in_flight for stage in watch.plan.stages],
+            "samples_per_s": rates(watch)[0],
+            "predicted": watch.plan.samples_per_s,
+            "busy": {node: round(share, 3) for node, share in sorted(busy.items())},
+            "busiest": max(busy.values()),
+        }
+        print(f"{key}: {figures[key]}", flush=True)
+    figures["utilisation_of_bottleneck"] = figures["eight_nodes"]["busiest"]
+    figures["eight_nodes_vs_sync"] = figures["eight_nodes"]["samples_per_s"] / figures["eight_nodes_sync"]["samples_per_s"]
+    return figures
 
 
 def main() -> None:
@@ -273,7 +297,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement")
     parser.add_argument("--only", choices=("two", "eight"), help="(a) and (b), or (c)")
+    parser.add_argument("--plain-on", type=int, help="only the plain loop, on that core")
     options = parser.parse_args()
+    if options.plain_on is not None:
+        os.sched_setaffinity(0, {options.plain_on})
+        print(json.dumps(plain_rates(options.seconds)))
+        return
     figures: dict[str, Any] = {"emulated": EMULATED}
     if options.only != "eight":
         figures |= two_and_three_stages(options.repeats, options.seconds)
