@@ -31,8 +31,8 @@ from roost.types import ModelProfile, NodeProfile, Plan
 GROUPS = Path("/sys/fs/cgroup/memory")
 STATE_PER_PARAMETER = 4
 """Weight, gradient and two moments of AdamW."""
-WIDTH, DEPTH = 1024, 30
-MEMORY = ("160MB", "140MB", "120MB", "100MB", "100MB", "80MB")
+WIDTH, DEPTH = 2048, 30
+MEMORY = ("640MB", "560MB", "480MB", "400MB", "400MB", "320MB")
 START_S = 180.0
 
 

@@ -106,11 +106,12 @@ def _judge_cluster(cluster: ClusterPlan, costs: PageCosts, place: dict[str, int]
     whole = cuts[0] == 0 and cuts[-1] == costs.units and all(a < b for a, b in zip(cuts, cuts[1:], strict=False))
     if not whole or any(a.last_unit != b.first_unit for a, b in zip(cluster.stages, cluster.stages[1:], strict=False)):
         return Judgement(value=0.0, samples_per_s=0.0, problems=(f"cluster {cluster.index} does not hold the model once",))
-    reached = costs.evaluate(np.asarray([order]), np.asarray([cuts]), clusters)
+    again = np.asarray([stage.recompute for stage in cluster.stages])
+    reached = costs.evaluate_with(np.asarray([order]), np.asarray([cuts]), clusters, again)
     value, rate = float(reached.value[0]), float(reached.samples_per_s[0])
     problems = []
     for k, stage in enumerate(cluster.stages):
-        needed = float(costs.memory_needed(cuts[k], cuts[k + 1], stage.max_in_flight, clusters > 1))
+        needed = float(costs.memory_needed(cuts[k], cuts[k + 1], stage.max_in_flight, clusters > 1, stage.recompute))
         if needed > costs.memory[order[k]]:
             problems.append(f"{stage.node_id} needs {needed:.0f} bytes and lends {costs.memory[order[k]]:.0f}")
             value = rate = 0.0

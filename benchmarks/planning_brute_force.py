@@ -4,7 +4,8 @@ Every partition of every subset of the nodes into clusters, every order of their
 excluded by a bound that holds exactly:
 
 - of an order, the least T over all cuts by the limits 1 to 4 of the page and by round trips that are never longer than those
-  of any cut (the shortest way from each stage to the end), and from it the highest value, staleness included;
+  of any cut (the shortest way from each stage to the end), each stage keeping its activations or recomputing, whichever is
+  shorter, and from it the highest value, staleness included;
 - of a set of nodes in a plan, the highest values that the other nodes could add.
 """
 
@@ -63,8 +64,12 @@ class _Tables:
     """Shape (nodes, U + 1, U + 1), like those of `busy` and `most`."""
     busy: dict[int, Floats]
     """By number of clusters."""
-    most: dict[bool, Floats]
-    """Most in flight, without and with averaging."""
+    again: dict[int, Floats]
+    """`busy` of stages that recompute."""
+    forward: Floats
+    """What recomputing adds to `compute`."""
+    most: dict[tuple[bool, bool], Floats]
+    """Most in flight, without and with averaging, keeping activations and recomputing."""
     flow: Floats
     """Shape (nodes, nodes, U + 1), like that of `hop`."""
     hop: Floats
@@ -96,12 +101,18 @@ def _tables(costs: PageCosts) -> _Tables:
     count, places = len(costs.names), np.arange(costs.units + 1)
     n, u, v = np.arange(count)[:, None, None], places[None, :, None], places[None, None, :]
     valid = np.broadcast_to(v > u, (count, costs.units + 1, costs.units + 1))
-    most = {averaging: np.where(valid, costs.most_in_flight(n, u, v, averaging), 0.0) for averaging in (False, True)}
+    most = {
+        (averaging, again): np.where(valid, costs.most_in_flight(n, u, v, averaging, again), 0.0)
+        for averaging in (False, True)
+        for again in (False, True)
+    }
     a, b = np.arange(count)[:, None, None], np.arange(count)[None, :, None]
     cut = places[None, None, :]
     return _Tables(
         compute=np.where(valid, costs.compute(n, u, v), np.inf),
         busy={clusters: np.where(valid, costs.busy(n, u, v, clusters), np.inf) for clusters in range(1, count + 1)},
+        again={clusters: np.where(valid, costs.busy(n, u, v, clusters, True), np.inf) for clusters in range(1, count + 1)},
+        forward=np.where(valid, costs.compute(n, u, v, True) - costs.compute(n, u, v), 0.0),
         most=most,
         flow=costs.flow(a, b, cut),
         hop=costs.hop(a, b, cut),
@@ -146,7 +157,7 @@ class _Search:
     def _stage_costs(self, orders: Ints, clusters: int) -> tuple[list[Floats], Floats]:
         """Return for every stage the least T for each (first, last), shape (rows, U + 1, U + 1), and the shortest round trip."""
         tables, stages = self.tables, orders.shape[1]
-        most = tables.most[clusters > 1]
+        most, most_again = tables.most[clusters > 1, False], tables.most[clusters > 1, True]
         limits: list[Floats] = []
         # The shortest way from a stage with that first unit to the end of the pipeline and back.
         rest = np.full((len(orders), self.costs.units + 1), np.inf)
@@ -157,9 +168,9 @@ class _Search:
             beyond = rest if k == stages - 1 else rest + tables.hop[node, orders[:, k + 1]]
             compute = np.where(most[node] >= 1, tables.compute[node], np.inf)
             trip = compute + beyond[:, None, :]
-            with np.errstate(divide="ignore", invalid="ignore"):
-                by_trip = np.where(most[node] >= MOST_IN_FLIGHT, 0.0, trip / most[node])
-            limit = np.where(np.isfinite(trip), np.maximum(tables.busy[clusters][node], by_trip), np.inf)
+            kept = np.maximum(tables.busy[clusters][node], _by_trip(trip, most[node]))
+            again = np.maximum(tables.again[clusters][node], _by_trip(trip + tables.forward[node], most_again[node]))
+            limit = np.where(np.isfinite(trip), np.minimum(kept, again), np.inf)
             if k > 0:
                 limit = np.maximum(limit, tables.flow[orders[:, k - 1], node][:, :, None])
             limits.append(limit)
@@ -269,6 +280,12 @@ class _Search:
                 if value > highest and not slow:
                     best, highest = tuple(found), value
         return best
+
+
+def _by_trip(trip: Floats, most: Floats) -> Floats:
+    """Return the least T by which so many in flight hide a round trip."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(most >= MOST_IN_FLIGHT, 0.0, np.where(most >= 1, trip / most, np.inf))
 
 
 def _cluster(order: Ints, cuts: Ints, rate: float, value: float) -> OptimalCluster:

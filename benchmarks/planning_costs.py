@@ -5,6 +5,7 @@ Everything is vectorised: nodes and units may be arrays of any shapes that broad
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from roost.types import LinkProfile, ModelProfile, NodeProfile
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 Indices = int | Ints
 
 MOST_IN_FLIGHT = 4096
@@ -58,10 +60,14 @@ class PageCosts:
     in_flight_bound: int
     W: Floats
     """Prefix sums over units, shape (units + 1,), of seconds; then of bytes: held, trainable, averaged, saved."""
+    W_f: Floats
+    """Prefix sums over units of the seconds of the forward alone."""
     update: Floats
     """Prefix sums of U; of the trainable bytes of units without one."""
     unmeasured: Floats
     e: float
+    largest: Floats
+    """Entry (u, v): bytes of the largest trainable tensor of units u .. v-1."""
     held: Floats
     Q: Floats
     A: Floats
@@ -80,12 +86,12 @@ class PageCosts:
     """Shape (nodes, nodes), infinite on the diagonal."""
     latency: Floats
 
-    def compute(self, n: Indices, u: Indices, v: Indices) -> Floats:
-        """Return c_k (1 of the page) for units u .. v-1 on node n."""
+    def compute(self, n: Indices, u: Indices, v: Indices, again: bool | Flags = False) -> Floats:
+        """Return c_k (1 of the page) for units u .. v-1 on node n; `again`: the stage recomputes."""
         n, u, v = np.asarray(n), np.asarray(u), np.asarray(v)
         messages = 2 * ((u > 0).astype(np.float64) + (v < self.units)) + 2
         wire = self.bytes_in(u, v) + self.bytes_out(u, v)
-        work = self.W[v] - self.W[u] + (self.update[v] - self.update[u]) / self.m + self.e
+        work = self.W[v] - self.W[u] + np.where(again, self.W_f[v] - self.W_f[u], 0.0) + (self.update[v] - self.update[u]) / self.m + self.e
         passed = (3 + self.optimizer_copies) * (self.unmeasured[v] - self.unmeasured[u])
         copied = np.where(v < self.units, 2 * (self.Q[v] - self.Q[u]), 0.0)
         moved = (passed + copied) * self.s_per_byte[n] / self.m
@@ -97,11 +103,11 @@ class PageCosts:
     def bytes_out(self, u: Indices, v: Indices) -> Floats:
         return np.asarray(self.x[v] + np.where(np.asarray(u) > 0, self.x[u], 0.0))
 
-    def busy(self, n: Indices, u: Indices, v: Indices, clusters: int) -> Floats:
+    def busy(self, n: Indices, u: Indices, v: Indices, clusters: int, again: bool | Flags = False) -> Floats:
         """Return the longest of compute, uplink and downlink (1, 3 and 4 of the page)."""
         sent, received = self.line_bytes(u, v, clusters)
         copied = (12 if clusters > 1 else 0) * (self.A[v] - self.A[u]) / (self.interval * self.m)
-        computing = self.compute(n, u, v) + copied * self.s_per_byte[n]
+        computing = self.compute(n, u, v, again) + copied * self.s_per_byte[n]
         return np.maximum(computing, np.maximum(sent / self.up[n], received / self.down[n]))
 
     def line_bytes(self, u: Indices, v: Indices, clusters: int) -> tuple[Floats, Floats]:
@@ -119,16 +125,19 @@ class PageCosts:
         flows = self.x[u] / self.r[before, after] + self.x[u] / self.r[after, before]
         return np.asarray(self.latency[before, after] + self.latency[after, before] + flows)
 
-    def memory_needed(self, u: Indices, v: Indices, in_flight: npt.ArrayLike, averaging: bool) -> Floats:
+    def memory_needed(self, u: Indices, v: Indices, in_flight: npt.ArrayLike, averaging: bool, again: bool | Flags = False) -> Floats:
         """Return the bytes of a stage with so many micro-batches in flight."""
         u, v, in_flight = np.asarray(u), np.asarray(v), np.asarray(in_flight)
         versions = np.ceil((in_flight - 1) / self.m)
         trainable = (1 + self.optimizer_copies + versions) * (self.Q[v] - self.Q[u])
         ends = 2 * (np.where(u == 0, self.m, 1) * self.x[u] + self.x[v])
-        needed = self.held[v] - self.held[u] + trainable + in_flight * (self.saved[v] - self.saved[u]) + ends
+        saved = self.saved[v] - self.saved[u]
+        activations = np.where(again, in_flight * self.x[u] + saved, in_flight * saved)
+        moment = (2 if self.optimizer_copies else 1) * self.largest[u, v]
+        needed = self.held[v] - self.held[u] + trainable + activations + ends + moment
         return np.asarray(needed + (2 * (self.A[v] - self.A[u]) if averaging else 0.0))
 
-    def most_in_flight(self, n: Indices, u: Indices, v: Indices, averaging: bool) -> Floats:
+    def most_in_flight(self, n: Indices, u: Indices, v: Indices, averaging: bool, again: bool | Flags = False) -> Floats:
         """Return the most micro-batches that a stage can have in flight: 0 if it does not fit, at most MOST_IN_FLIGHT."""
         n, u, v = np.broadcast_arrays(n, u, v)
         limit = self.memory[n]
@@ -136,7 +145,7 @@ class PageCosts:
         step = MOST_IN_FLIGHT
         while step >= 1:
             higher = low + step
-            fits = (higher <= MOST_IN_FLIGHT) & (self.memory_needed(u, v, higher, averaging) <= limit)
+            fits = (higher <= MOST_IN_FLIGHT) & (self.memory_needed(u, v, higher, averaging, again) <= limit)
             low = np.where(fits, higher, low)
             step //= 2
         return np.minimum(low, self.in_flight_bound) if self.in_flight_bound else low
@@ -144,11 +153,26 @@ class PageCosts:
     def evaluate(self, orders: Ints, cuts: Ints, clusters: int) -> Evaluation:
         """Return the most each row can be worth in a plan of so many clusters: orders (rows or 1, stages), cuts (rows, stages + 1).
 
-        The period is the least that memory allows, or a longer one if less staleness is worth more.
+        The period is the least that memory allows, or a longer one if less staleness is worth more. Every choice of stages that
+        recompute is tried.
         """
         orders = np.broadcast_to(orders, (cuts.shape[0], orders.shape[1]))
-        limit, trips = self._limits(orders, cuts, clusters)
-        most = self.most_in_flight(orders, cuts[:, :-1], cuts[:, 1:], clusters > 1)
+        best = self.evaluate_with(orders, cuts, clusters, np.zeros(orders.shape[1], dtype=bool))
+        # Where memory does not bind, recomputing only takes time.
+        rows = np.flatnonzero(best.period_s > self._limits(orders, cuts, clusters, np.zeros(orders.shape[1], dtype=bool))[0])
+        if not rows.size:
+            return best
+        for chosen in itertools.product((False, True), repeat=orders.shape[1]):
+            other = self.evaluate_with(orders[rows], cuts[rows], clusters, np.asarray(chosen, dtype=bool))
+            better = rows[other.value > best.value[rows]]
+            for name in ("period_s", "in_flight", "samples_per_s", "value"):
+                getattr(best, name)[better] = getattr(other, name)[np.isin(rows, better)]
+        return best
+
+    def evaluate_with(self, orders: Ints, cuts: Ints, clusters: int, again: Flags) -> Evaluation:
+        """Return the most each row can be worth if those stages recompute for which `again`, shape (stages,), is true."""
+        limit, trips = self._limits(orders, cuts, clusters, again)
+        most = self.most_in_flight(orders, cuts[:, :-1], cuts[:, 1:], clusters > 1, again[None, :])
         with np.errstate(divide="ignore"):
             least = np.maximum(limit, (trips / most).max(axis=1))
         best = self._reached(orders, least, trips)
@@ -167,11 +191,11 @@ class PageCosts:
                 return best
             staleness += 1
 
-    def _limits(self, orders: Ints, cuts: Ints, clusters: int) -> tuple[Floats, Floats]:
+    def _limits(self, orders: Ints, cuts: Ints, clusters: int, again: Flags) -> tuple[Floats, Floats]:
         """Return the longest of 1 to 4 of the page, shape (rows,), and the round trips R_k (5), shape (rows, stages)."""
         u, v = cuts[:, :-1], cuts[:, 1:]
-        limit = np.maximum(self.busy(orders, u, v, clusters).max(axis=1), SHORTEST_PERIOD_S)
-        compute = self.compute(orders, u, v)
+        limit = np.maximum(self.busy(orders, u, v, clusters, again[None, :]).max(axis=1), SHORTEST_PERIOD_S)
+        compute = self.compute(orders, u, v, again[None, :])
         trips, beyond = compute.copy(), np.zeros(len(cuts))
         for k in range(orders.shape[1] - 2, -1, -1):
             before, after, cut = orders[:, k], orders[:, k + 1], v[:, k]
@@ -213,9 +237,11 @@ def page_costs(
         slowest_cluster=options.slowest_cluster,
         in_flight_bound=config.max_in_flight,
         W=_sums([(unit.forward_s + unit.backward_s) * scale for unit in units]),
+        W_f=_sums([unit.forward_s * scale for unit in units]),
         update=_sums([unit.update_s for unit in units]),
         unmeasured=_sums([0 if unit.update_s else unit.trainable_bytes for unit in units]),
         e=profile.stage_s + profile.stage_update_s / math.ceil(config.batch_size / config.micro_batch_size),
+        largest=_largest([max((tensor.nbytes for tensor in unit.tensors if tensor.trainable), default=0) for unit in units]),
         held=_sums([unit.tensor_bytes for unit in units]),
         Q=_sums([unit.trainable_bytes for unit in units]),
         A=_sums([sum(tensor.nbytes for tensor in unit.tensors if tensor.averaged) for unit in units]),
@@ -232,6 +258,14 @@ def page_costs(
         r=rate,
         latency=latency,
     )
+
+
+def _largest(sizes: Sequence[int]) -> Floats:
+    table = np.zeros((len(sizes) + 1, len(sizes) + 1))
+    for u, _ in enumerate(sizes):
+        for v in range(u + 1, len(sizes) + 1):
+            table[u, v] = max(table[u, v - 1], sizes[v - 1])
+    return table
 
 
 def _sums(values: Sequence[float]) -> Floats:

@@ -32,6 +32,7 @@ def node(name: str, *, memory: int = 10**9, flop_per_s: float = 1e10) -> NodePro
         flop_per_s=flop_per_s,
         matmul_flop_per_s=flop_per_s,
         convolution_flop_per_s=flop_per_s,
+        bf16_flop_per_s=flop_per_s,
         device="cpu",
         threads=1,
         emulated=True,

@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import torch
 from torch import Tensor, nn
 
 from roost.capture.arguments import DTYPES
-from roost.capture.check import CheckReport, check_against_eager, check_batch_sizes
+from roost.capture.check import CheckReport, check_against_eager, check_batch_sizes, check_precision
 from roost.capture.export import Captured, capture
 from roost.capture.graph_format import to_bytes
 from roost.capture.profiling import estimate, profile
@@ -23,9 +25,11 @@ from roost.capture.tracing import own_loss
 from roost.checkpoint.manifest import MANIFEST_FILE
 from roost.checkpoint.reader import Checkpoint, latest, load
 from roost.checkpoint.writer import check_writable
-from roost.config import ArgumentValue, AveragingCodec, JobConfig, NamedArguments, OuterOptimizer, require
+from roost.config import AUTO_CORRECTION, ArgumentValue, AveragingCodec, JobConfig, NamedArguments, OuterOptimizer, ValueCodec, require
 from roost.errors import CheckpointMismatchError, InvalidConfigError, InvalidDataError
+from roost.pipeline.allocator import keep_freed_memory
 from roost.pipeline.optimizer import build_optimizer, check_optimizer
+from roost.pipeline.precision import computing
 from roost.pipeline.probe import measure, update_bytes_per_s
 from roost.pipeline.tensor_bytes import spec_of
 from roost.requester.columns import Columns, arrange
@@ -126,13 +130,16 @@ class Job:
     batch_size: int = 32
     """Samples per update of a cluster."""
     micro_batch_size: int | None = None
-    """Samples that travel together; None means the whole batch."""
+    """Samples that travel together; None means the whole batch. Smaller ones accumulate gradients: a batch's micro-batches add theirs,
+    weighted by their samples, before the one update."""
     epochs: int = 1
     """Times every training sample is consumed."""
     averaging_interval: int = 16
     """Updates between two averaging rounds; 0: nodes choose from what rounds and updates take (docs/averaging.md)."""
     averaging_compression: str = "none"
     """What clusters send when they average: "none", "fp16" or "int8"; synchronisation points are exact in any case."""
+    activation_compression: str = "none"
+    """What the stages of a cluster send each other for values and their gradients: "none", "fp16" or "int8"; evaluation is exact."""
     outer_optimizer: str = "mean"
     """What clusters make of an average: "mean" takes it, "nesterov" steps towards it with momentum (DiLoCo)."""
     outer_learning_rate: float = 0.7
@@ -155,10 +162,14 @@ class Job:
     """At most so many micro-batches in flight per stage; 0 lets the planner choose."""
     mode: str = "async"
     """"async": no stage ever waits for a batch to end; "sync": every update uses current gradients, as one device would."""
-    correction: str = "none"
-    """What stages do against staleness: a name of roost.config.CORRECTIONS, or several joined with '+' (docs/staleness.md)."""
+    correction: str = "auto"
+    """What stages do against staleness: a name of roost.config.CORRECTIONS, or several joined with '+'; "auto" is 'nesterov' if gradients
+    can be stale in the plan and the optimizer is a plain Adam or AdamW, else 'none' (docs/staleness.md)."""
     clip_norm: float = 0.0
     """Largest norm of a batch's gradient; 0 means no clipping (docs/staleness.md says how stages share it)."""
+    precision: str = "float32"
+    """"float32": forwards compute as the model is; "bf16": under torch.autocast in bfloat16, on nodes whose device can
+    (docs/memory-and-precision.md)."""
 
     def __post_init__(self) -> None:
         require(isinstance(self.model, nn.Module), f"model must be a torch.nn.Module, not a {type(self.model).__name__}")
@@ -338,6 +349,8 @@ def rehearse(job: Job, training: SampleSource, config: JobConfig) -> RehearsedJo
         report = check_against_eager(job.model, loss, captured, columns.inputs, columns.labels, layout=columns.layout, seed=job.seed)
         smaller = [size for size in micro_batch_sizes(config) if size < len(columns.batch[0])]
         check_batch_sizes(job.model, loss, captured, columns.batch, smaller, layout=columns.layout, seed=job.seed)
+        if config.precision != "float32":
+            check_precision(captured, columns.batch, config.precision, computing(config.precision, torch.device("cpu")), seed=job.seed)
     # What a model raises on real values that it did not raise when it was traced, such as a label that is out of range.
     except (RuntimeError, TypeError, ValueError, ArithmeticError, AssertionError, LookupError) as error:
         raise InvalidDataError(
@@ -368,7 +381,9 @@ def _can_run_here(captured: Captured) -> bool:
 
 def measure_costs(rehearsed: RehearsedJob, config: JobConfig, *, rest_s: float = 0.0) -> ModelProfile:
     """Return what the job's model costs: measured, or estimated if it cannot be run here. `rest_s` is slept before each piece of work."""
-    speed = measure(threads=1, device="cpu", budget_s=0.5)
+    keep_freed_memory()
+    speed = measure(threads=1, device="cpu", budget_s=0.5, precision=config.precision)
+    here = partial(computing, config.precision, torch.device("cpu"))
     captured, columns = rehearsed.captured, rehearsed.columns
     if rehearsed.report is None:
         logger.info("costs_estimated model=%s reason='not run on this machine'", captured.graph.name)
@@ -378,6 +393,7 @@ def measure_costs(rehearsed: RehearsedJob, config: JobConfig, *, rest_s: float =
             columns.labels,
             reference_flop_per_s=speed.flop_per_s,
             bytes_per_s=update_bytes_per_s(threads=1),
+            computing=here,
         )
     return profile(
         captured,
@@ -386,6 +402,7 @@ def measure_costs(rehearsed: RehearsedJob, config: JobConfig, *, rest_s: float =
         reference_flop_per_s=speed.flop_per_s,
         rest_s=rest_s,
         make_optimizer=lambda parameters: build_optimizer(parameters, config.optimizer),
+        computing=here,
     )
 
 
@@ -408,6 +425,7 @@ def _config(job: Job, samples: int, validation_samples: int, checkpoint: Checkpo
         epochs=job.epochs,
         averaging_interval=job.averaging_interval,
         averaging_compression=_choice(AveragingCodec, job.averaging_compression, "averaging_compression"),
+        activation_compression=_choice(ValueCodec, job.activation_compression, "activation_compression"),
         outer_optimizer=_choice(OuterOptimizer, job.outer_optimizer, "outer_optimizer"),
         outer_learning_rate=job.outer_learning_rate,
         outer_momentum=job.outer_momentum,
@@ -421,9 +439,17 @@ def _config(job: Job, samples: int, validation_samples: int, checkpoint: Checkpo
         start_epoch=start_epoch,
         start_updates=start_updates,
         mode=job.mode,
-        correction=job.correction,
+        correction=_correction(job, checkpoint),
         clip_norm=float(job.clip_norm),
+        precision=job.precision,
     )
+
+
+def _correction(job: Job, checkpoint: Checkpoint | None) -> str:
+    """Return the job's correction; one that is to be chosen stays what it was in the run that is resumed: the state is that one's."""
+    if checkpoint is None or job.correction != AUTO_CORRECTION:
+        return job.correction
+    return checkpoint.manifest.contents.config.correction
 
 
 def _choice(kind: type[Choice], value: str, what: str) -> Choice:

@@ -34,8 +34,12 @@ SCHEDULES = frozenset(
 """Schedules of torch.optim.lr_scheduler that nodes build by name."""
 MODES = frozenset({"async", "sync"})
 """Ways to schedule a pipeline: without flush, or flushed after every batch (docs/staleness.md)."""
+PRECISIONS = frozenset({"float32", "bf16"})
+"""What forwards compute in: as the model is, or mixed with bfloat16 (torch.autocast)."""
 CORRECTIONS = frozenset({"none", "rate_by_delay", "rate_warmup", "nesterov", "prediction", "compensation", "rotation"})
 """What a stage can do against staleness; several are joined with '+' (docs/staleness.md)."""
+AUTO_CORRECTION = "auto"
+"""The correction that the plan and the optimizer call for; the coordinator puts its name in its place when it has planned."""
 
 
 AUTOMATIC_INTERVAL = 16
@@ -53,6 +57,17 @@ class AveragingCodec(StrEnum):
     """A signed byte of the difference to the last mean, with a scale per block and error feedback."""
 
 
+class ValueCodec(StrEnum):
+    """What the stages of a cluster send each other for a value that carries a gradient, and for that gradient (docs/averaging.md)."""
+
+    NONE = "none"
+    """The value as it is."""
+    FP16 = "fp16"
+    """Half precision, with a common power of two per block."""
+    INT8 = "int8"
+    """A signed byte, with a scale per block."""
+
+
 class OuterOptimizer(StrEnum):
     """What clusters make of the average of a round (docs/averaging.md)."""
 
@@ -64,6 +79,8 @@ class OuterOptimizer(StrEnum):
 
 BYTES_PER_AVERAGED_BYTE = {AveragingCodec.NONE: 1.0, AveragingCodec.FP16: 0.5003, AveragingCodec.INT8: 0.254}
 """Bytes on the wire per byte of float32 parameters, scales included."""
+BYTES_PER_VALUE_BYTE = {ValueCodec.NONE: 1.0, ValueCodec.FP16: 0.5003, ValueCodec.INT8: 0.254}
+"""Bytes on the wire per byte of float32 values and gradients between stages, scales included."""
 
 
 def require(condition: bool, what: str) -> None:
@@ -118,6 +135,8 @@ class JobConfig:
     """Updates of a stage between the starts of two averaging rounds; 0 lets nodes choose from what rounds and updates take them."""
     averaging_compression: AveragingCodec = AveragingCodec.NONE
     """What rings send between synchronisation points; the rounds at those points are exact."""
+    activation_compression: ValueCodec = ValueCodec.NONE
+    """What stages send each other in training; in evaluation values are exact."""
     outer_optimizer: OuterOptimizer = OuterOptimizer.MEAN
     """What is made of the average of a round."""
     outer_learning_rate: float = 0.7
@@ -145,9 +164,11 @@ class JobConfig:
     mode: str = "async"
     """"async": no flush, gradients may be stale; "sync": a stage starts a batch when it has applied the one before it."""
     correction: str = "none"
-    """What stages do against staleness: names of CORRECTIONS, joined with '+'."""
+    """What stages do against staleness: names of CORRECTIONS, joined with '+'; before planning also "auto"."""
     clip_norm: float = 0.0
     """Largest norm of a batch's gradient over all stages; 0 means no clipping. Stages apply it each to its part (docs/staleness.md)."""
+    precision: str = "float32"
+    """"float32": forwards compute as the model is; "bf16": under torch.autocast, with parameters and optimizer in float32."""
 
     def __post_init__(self) -> None:
         check_identifier(self.job_id, "job id")
@@ -173,6 +194,7 @@ class JobConfig:
         require(0 <= self.start_epoch < self.epochs, f"start_epoch {self.start_epoch} must be before epochs={self.epochs}")
         require(self.start_updates >= 0, "start_updates must not be negative")
         require(self.mode in MODES, f"mode {self.mode!r} is not one of {sorted(MODES)}")
+        require(self.precision in PRECISIONS, f"precision {self.precision!r} is not one of {sorted(PRECISIONS)}")
         _check_correction(self.correction)
         require(math.isfinite(self.clip_norm) and self.clip_norm >= 0, f"clip_norm must not be negative, not {self.clip_norm}")
 
@@ -193,6 +215,8 @@ class JobConfig:
 
 
 def _check_correction(correction: str) -> None:
+    if correction == AUTO_CORRECTION:
+        return
     parts = correction.split("+")
     unknown = [part for part in parts if part not in CORRECTIONS]
     require(not unknown, f"correction {correction!r}: {', '.join(map(repr, unknown))} is not one of {sorted(CORRECTIONS)}")
@@ -226,6 +250,19 @@ class PlanningConfig:
         require(0 < self.effort <= 100, f"effort {self.effort} must be in (0, 100]")
 
 
+PAUSE_FILE = "paused"
+"""In a node's state directory: while it is there, the node computes nothing (`roost pause`)."""
+BYTES_PER_S_OF_MBIT = 1e6 / 8
+SLOWEST_LINE = 1e3
+"""Bytes per second: over a slower line not even heartbeats meet their deadlines."""
+
+
+def check_line(bytes_per_s: float, what: str) -> None:
+    """Raise InvalidConfigError unless a limit on a line is 0, for none, or at least SLOWEST_LINE."""
+    possible = math.isfinite(bytes_per_s) and (bytes_per_s == 0 or bytes_per_s >= SLOWEST_LINE)
+    require(possible, f"{what}: {bytes_per_s:g} bytes/s must be 0, for no limit, or at least {SLOWEST_LINE:g}")
+
+
 MAX_LATENCY_S = 5.0
 """The longest distance that is emulated; deadlines are longer."""
 
@@ -249,7 +286,9 @@ class TransportConfig:
     keepalive_s: float = 5.0
     """Seconds between keepalive pings, and to wait for their answer."""
     uplink_bytes_per_s: float = 0.0
-    """Emulated limit on what this endpoint sends; 0 means none."""
+    """Limit on what this endpoint sends; 0 means none."""
+    downlink_bytes_per_s: float = 0.0
+    """Limit on what this endpoint receives: it reads no faster, and its peers have to wait; 0 means none."""
     latency_s: float = 0.0
     """Emulated seconds by which everything arrives later here."""
 
@@ -258,7 +297,8 @@ class TransportConfig:
         require(1024 <= self.frame_bytes <= 3 << 20, "frame_bytes must be in 1 KiB .. 3 MiB")
         deadlines = (self.connect_s, self.send_s, self.call_s, self.keepalive_s)
         require(all(math.isfinite(d) and d > 0 for d in deadlines), "deadlines must be positive")
-        require(math.isfinite(self.uplink_bytes_per_s) and self.uplink_bytes_per_s >= 0, "uplink_bytes_per_s must not be negative")
+        check_line(self.uplink_bytes_per_s, "uplink")
+        check_line(self.downlink_bytes_per_s, "downlink")
         require(0 <= self.latency_s <= MAX_LATENCY_S, f"latency_s must be in 0..{MAX_LATENCY_S:.0f}")
 
 
@@ -313,7 +353,9 @@ class AgentConfig:
     relative_speed: float = 1.0
     """Emulated slowness: compute is paced by sleeping so that it runs at this fraction of the machine's speed."""
     uplink_bytes_per_s: float = 0.0
-    """Emulated uplink; 0 means as fast as the network is."""
+    """The most it sends, averaging included; 0 means as fast as the network is."""
+    downlink_bytes_per_s: float = 0.0
+    """The most it receives; 0 means as fast as the network is."""
     latency_s: float = 0.0
     """Emulated distance: seconds by which everything arrives later at this node."""
 
@@ -324,7 +366,8 @@ class AgentConfig:
         require(self.device in ("cpu", "cuda", "mps"), f"device {self.device!r} must be cpu, cuda or mps")
         require(self.memory_bytes >= 0, "memory must not be negative")
         require(0 < self.relative_speed <= 1, f"relative_speed must be in (0, 1], not {self.relative_speed}")
-        require(math.isfinite(self.uplink_bytes_per_s) and self.uplink_bytes_per_s >= 0, "uplink must not be negative")
+        check_line(self.uplink_bytes_per_s, "uplink")
+        check_line(self.downlink_bytes_per_s, "downlink")
         require(0 <= self.latency_s <= MAX_LATENCY_S, f"latency must be in 0..{MAX_LATENCY_S:.0f} s")
 
 
@@ -341,7 +384,9 @@ class NodeOptions:
     threads: int = 1
     """CPU threads."""
     uplink_mbit: float = 0.0
-    """Emulated uplink in Mbit/s; 0 means none."""
+    """The most it sends, in Mbit/s; 0 means as fast as this machine is."""
+    downlink_mbit: float = 0.0
+    """The most it receives, in Mbit/s; 0 means as fast as this machine is."""
     latency_ms: float = 0.0
     """Emulated distance: milliseconds by which everything arrives later at this node."""
     extra: tuple[str, ...] = field(default=())
@@ -353,7 +398,8 @@ class NodeOptions:
         parse_bytes(self.memory)
         require(0 < self.relative_speed <= 1, f"relative_speed must be in (0, 1], not {self.relative_speed}")
         require(self.threads > 0, "threads must be positive")
-        require(self.uplink_mbit >= 0, "uplink_mbit must not be negative")
+        check_line(self.uplink_mbit * BYTES_PER_S_OF_MBIT, "uplink")
+        check_line(self.downlink_mbit * BYTES_PER_S_OF_MBIT, "downlink")
         require(0 <= self.latency_ms <= 1e3 * MAX_LATENCY_S, f"latency_ms must be in 0..{1e3 * MAX_LATENCY_S:.0f}")
 
 

@@ -33,7 +33,8 @@ RoostError
 │   ├── NodeLostError          R602
 │   ├── StageFailedError       R603
 │   ├── JobRefusedError        R604
-│   └── RequesterLostError     R605
+│   ├── RequesterLostError     R605
+│   └── OutOfBudgetError       R606
 ├── CheckpointError        R7xx  files
 │   ├── CheckpointDamagedError R701
 │   └── CheckpointMismatchError R702
@@ -294,6 +295,13 @@ class RequesterLostError(JobError):
 
     code = "R605"
     default_hint = "Start the script again; it resumes from the last checkpoint if you pass resume=."
+
+
+class OutOfBudgetError(JobError):
+    """A node was given a stage that needs more memory than its owner lends."""
+
+    code = "R606"
+    default_hint = "Submit the job again; if it comes back, the plan is wrong: raise that node's --memory, or report it."
 
 
 class CheckpointError(RoostError):

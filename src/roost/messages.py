@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from roost.config import AveragingCodec, JobConfig
+from roost.config import AveragingCodec, JobConfig, ValueCodec
 from roost.types import (
     EpochResult,
     EvaluationResult,
@@ -75,6 +75,8 @@ class RegisterNode(Message):
     roost_version: str
     torch_version: str
     profile: NodeProfile
+    paused: bool = False
+    """Its owner has paused it: it takes no stage until a heartbeat says otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,8 @@ class Heartbeat(Message):
     senders = _NODE
     job_id: str
     metrics: StageMetrics | None
+    paused: bool = False
+    """Its owner has paused it: it keeps its stage and computes nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,6 +232,7 @@ class NodeStatus:
 
     profile: NodeProfile
     state: str
+    """joined, active, lost or left; paused if its owner has paused it."""
     last_heard_s: float
     """Seconds since its last heartbeat."""
     cluster: int
@@ -361,6 +366,8 @@ class JobUpdate(Message):
     history: tuple[EpochResult, ...]
     cancelled: bool
     error: Failed | None
+    paused: tuple[str, ...] = ()
+    """Nodes of the job that their owners have paused: the job waits for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -468,6 +475,8 @@ class Activation(Message):
     values: tuple[TensorSpec, ...]
     """Named by the graph's value numbers."""
     rng: bool
+    codecs: tuple[ValueCodec, ...] = ()
+    """How the buffer of each value is encoded; empty: none is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,6 +491,8 @@ class Gradient(Message):
     values: tuple[TensorSpec, ...]
     evaluation: bool
     """True: nothing but word from the last stage to the first that an evaluation micro-batch is through."""
+    codecs: tuple[ValueCodec, ...] = ()
+    """As in Activation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,6 +183,11 @@ class UnitProfile:
     def trainable_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors if tensor.trainable)
 
+    @cached_property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest trainable tensor, 0 if there is none."""
+        return max((tensor.nbytes for tensor in self.tensors if tensor.trainable), default=0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelProfile:
@@ -244,9 +249,11 @@ class NodeProfile:
     reliability: float = 1.0
     """Fraction of the time it is there, at least MIN_RELIABILITY: observed, or declared by its owner."""
     up_bytes_per_s: float = 0.0
-    """What it can send in all; 0: the best that any of its links was measured to carry."""
+    """What it can, or its owner lets it, send in all; 0: the best that any of its links was measured to carry."""
     down_bytes_per_s: float = 0.0
-    """What it can receive in all; 0: the best that any of its links was measured to carry."""
+    """What it can, or its owner lets it, receive in all; 0: the best that any of its links was measured to carry."""
+    bf16_flop_per_s: float = 0.0
+    """The same probe where products and convolutions are in bfloat16; 0: its device cannot, and jobs with that precision leave it out."""
     host: str = ""
     """Nodes with the same name here share one machine's cores; empty: it has a machine of its own."""
     host_cores: int = 0
@@ -255,8 +262,9 @@ class NodeProfile:
     def __post_init__(self) -> None:
         _require(self.memory_bytes > 0, f"node {self.node_id}: memory must be positive")
         _require(self.memory_bytes <= MAX_BYTES, f"node {self.node_id}: memory must be at most {MAX_BYTES} bytes")
-        possible = MIN_FLOP_PER_S <= self.flop_per_s <= MAX_FLOP_PER_S
-        _require(possible, f"node {self.node_id}: speed {self.flop_per_s:g} FLOP/s is not possible")
+        speeds = (self.flop_per_s, self.bf16_flop_per_s or self.flop_per_s)
+        possible = all(MIN_FLOP_PER_S <= speed <= MAX_FLOP_PER_S for speed in speeds)
+        _require(possible, f"node {self.node_id}: speed {min(speeds):g} FLOP/s is not possible")
         _require(self.threads > 0, f"node {self.node_id}: threads must be positive")
         costs = (self.message_s, self.wire_s_per_byte)
         _require(all(0 <= cost <= MAX_SECONDS for cost in costs), f"node {self.node_id}: costs must be in 0..{MAX_SECONDS:g} s")
@@ -315,6 +323,8 @@ class StagePlan:
     """Predicted: values, gradients and averaging."""
     received_bytes_per_s: float = 0.0
     """Predicted: values, gradients, averaging, and at stage 0 the data."""
+    recompute: bool = False
+    """True: a micro-batch in flight keeps the values it came with; its forward runs again before its backward."""
     binding: str = ""
     """What keeps this node from doing more: 'compute', 'uplink', 'downlink', 'memory', 'round trip' or 'cores'; else another node binds."""
 

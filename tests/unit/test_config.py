@@ -82,6 +82,8 @@ def test_arguments_that_are_not_names_and_finite_numbers_are_refused(arguments: 
         (NodeOptions, {"memory": "lots"}),
         (NodeOptions, {"threads": 0}),
         (NodeOptions, {"uplink_mbit": -1.0}),
+        (NodeOptions, {"downlink_mbit": 1e-6}),
+        (AgentConfig, {"node_id": "a", "downlink_bytes_per_s": math.nan}),
     ],
 )
 def test_settings_that_cannot_work_are_refused(kind: Any, fields: dict[str, Any]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
 from roost import messages as m
 from roost.agent.assignment import Assignment
+from roost.agent.budget import check_plan, check_tensors
 from roost.agent.compute import ComputeThread
 from roost.agent.stage_driver import StageDriver
 from roost.capture.bounded import bounded
@@ -20,16 +21,20 @@ from roost.capture.program import StageProgram
 from roost.capture.sizes import check_sizes, data_shapes
 from roost.config import format_bytes
 from roost.errors import GraphFormatError, MalformedMessageError
+from roost.pipeline.allocator import release_freed_memory
+from roost.pipeline.host_buffers import host_buffers
 from roost.pipeline.stage_runner import StageRunner
 from roost.pipeline.tensor_bytes import from_buffer
-from roost.transport.interface import Transport
-from roost.types import TensorRecord
+from roost.transport.interface import Buffer, Transport
+from roost.types import TensorRecord, TensorSpec
 
 logger = logging.getLogger(__name__)
 
 FETCH_DEADLINE_S = 120.0
 FETCH_BYTES = 64 << 20
 """Bytes of tensors per request, so that a large stage over a slow link meets the deadline of each."""
+FETCHED_PART = 16
+"""A request asks for at most this part of the memory that a node lends: what arrives is held twice for a moment."""
 
 
 async def build_stage(
@@ -44,14 +49,15 @@ async def build_stage(
     """Return a driver whose stage holds its initial tensors. Raises RoostError if the requester sends something else.
 
     `memory_bytes` is what this node lends: before any tensor is fetched, a graph is refused (GraphFormatError) that has a value
-    in this stage which takes more.
+    in this stage which takes more, and a stage that needs more by its plan or for its tensors (OutOfBudgetError).
     """
+    check_plan(assignment, memory_bytes)
     graph_bytes = await _fetch_graph(assignment, transport)
     programs = await asyncio.to_thread(_cut_graph, graph_bytes, assignment, memory_bytes)
     program = programs[assignment.stage.index]
     later_draw = any(other.draws_random for other in programs[assignment.stage.index + 1 :])
     records = program.tensors + program.shared
-    tensors = await _fetch_tensors(assignment, transport, records)
+    tensors = await _fetch_tensors(assignment, transport, records, min(FETCH_BYTES, memory_bytes // FETCHED_PART))
     optimizer = await _fetch_optimizer(assignment, transport) if assignment.resume else {}
 
     def make_runner() -> StageRunner:
@@ -63,12 +69,15 @@ async def build_stage(
             device,
             carries_rng=later_draw,
             parameter_share=_parameter_share(programs, assignment.stage.index),
+            recompute=assignment.stage.recompute,
         )
         if optimizer:
             runner.load_optimizer_state(optimizer)
         return runner
 
     runner = await compute.run(make_runner, paced=False)
+    optimizer.clear()
+    release_freed_memory()
     logger.info(
         "stage_built job=%s node=%s cluster=%d stage=%d tensors=%d",
         assignment.job_id,
@@ -83,6 +92,7 @@ async def build_stage(
         runner=runner,
         compute=compute,
         transport=transport,
+        host=host_buffers(device),
         on_failure=on_failure,
     )
 
@@ -96,11 +106,12 @@ def _cut_graph(data: bytes, assignment: Assignment, memory_bytes: int) -> tuple[
         if record.nbytes > memory_bytes:
             size, memory = format_bytes(record.nbytes), format_bytes(memory_bytes)
             raise GraphFormatError(f"tensor {record.name!r} takes {size}, this node has {memory}")
+    check_tensors(assignment, (*own.tensors, *own.shared), memory_bytes)
     shapes = data_shapes(graph, assignment.config.micro_batch_size)
     # Where lengths vary, only what arrives can tell.
     if shapes is not None:
         check_sizes(graph, shapes, memory_bytes, nodes=range(own.start, own.stop))
-    programs[assignment.stage.index] = bounded(own, graph, memory_bytes)
+    programs[assignment.stage.index] = bounded(own, graph, memory_bytes, mixed=assignment.config.precision == "bf16")
     return tuple(programs)
 
 
@@ -118,24 +129,32 @@ async def _fetch_graph(assignment: Assignment, transport: Transport) -> bytes:
     return bytes(reply.buffers[0])
 
 
-async def _fetch_tensors(assignment: Assignment, transport: Transport, records: tuple[TensorRecord, ...]) -> dict[str, Tensor]:
+async def _fetch_tensors(
+    assignment: Assignment, transport: Transport, records: tuple[TensorRecord, ...], most_bytes: int
+) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for group in _groups(records):
+    for group in _groups(records, most_bytes):
         request = m.FetchTensors(job_id=assignment.job_id, names=tuple(record.name for record in group))
         reply = await transport.call(assignment.requester, request, deadline_s=FETCH_DEADLINE_S)
         expected = tuple(record.spec for record in group)
         if not isinstance(reply.message, m.TensorsReply) or reply.message.tensors != expected or len(reply.buffers) != len(expected):
             raise MalformedMessageError("the requester sent other tensors than this stage's")
-        tensors.update({spec.name: from_buffer(spec, buffer) for spec, buffer in zip(expected, reply.buffers, strict=True)})
+        # Into torch's own memory at once: as a whole, the stage is then never held twice.
+        copies = await asyncio.to_thread(_copies, expected, reply.buffers)
+        tensors.update(copies)
     return tensors
 
 
-def _groups(records: tuple[TensorRecord, ...]) -> Iterator[list[TensorRecord]]:
-    """Yield the records in groups of at most FETCH_BYTES, or one record that is larger."""
+def _copies(specs: Sequence[TensorSpec], buffers: Sequence[Buffer]) -> dict[str, Tensor]:
+    return {spec.name: from_buffer(spec, buffer).clone() for spec, buffer in zip(specs, buffers, strict=True)}
+
+
+def _groups(records: tuple[TensorRecord, ...], most_bytes: int) -> Iterator[list[TensorRecord]]:
+    """Yield the records in groups of at most `most_bytes`, or one record that is larger."""
     group: list[TensorRecord] = []
     size = 0
     for record in records:
-        if group and size + record.nbytes > FETCH_BYTES:
+        if group and size + record.nbytes > most_bytes:
             yield group
             group, size = [], 0
         group.append(record)

@@ -31,6 +31,8 @@ class ComputeThread:
         self._executor: ThreadPoolExecutor | None = None
         self._due = 0.0
         self._late_s = 0.0
+        self._may_train = asyncio.Event()
+        self._may_train.set()
         self.busy_s = 0.0
 
     def start(self) -> None:
@@ -42,6 +44,18 @@ class ComputeThread:
         if self._executor is not None:
             self._executor.shutdown(wait=True, cancel_futures=True)
             self._executor = None
+
+    def pause(self) -> None:
+        """Let `permission` wait from now on; what runs already runs to its end."""
+        self._may_train.clear()
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self._may_train.set()
+
+    async def permission(self) -> None:
+        """Return when training may go on: at once, unless the owner has paused the node."""
+        await self._may_train.wait()
 
     async def run(self, work: Callable[[], Result], *, paced: bool = True) -> Result:
         """Return the result of `work`, which ran after all work given earlier; `paced` False is for what is not training."""

@@ -19,7 +19,7 @@ MESSAGES = 50
 LARGE_MESSAGES = 3
 LARGE_BYTES = 2 << 20
 LINK_S = 0.1
-"""Seconds of an emulated uplink that the large messages may take."""
+"""Seconds of a limited line that the large messages may take."""
 DEADLINE_S = 3.0
 
 _HEADER = MicroBatch(number=0, batch=0, position=0, count=1, samples=1, batch_samples=1, training=True, seed=0, lease=0)
@@ -41,9 +41,10 @@ class MessageProbe:
     Process time is the clock, so that other processes do not count.
     """
 
-    def __init__(self, transport: Transport, *, uplink_bytes_per_s: float) -> None:
+    def __init__(self, transport: Transport, *, line_bytes_per_s: float) -> None:
+        """`line_bytes_per_s` is the least of the endpoint's limits; 0 without any."""
         self._transport = transport
-        self._large_bytes = min(LARGE_BYTES, int(LINK_S / LARGE_MESSAGES * uplink_bytes_per_s)) if uplink_bytes_per_s else LARGE_BYTES
+        self._large_bytes = min(LARGE_BYTES, int(LINK_S / LARGE_MESSAGES * line_bytes_per_s)) if line_bytes_per_s else LARGE_BYTES
         self._arrived = asyncio.Event()
 
     def arrived(self) -> None:

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from roost.errors import RoostError
 from roost.messages import Message
 from roost.transport.interface import Buffer, Lane, Transport
 from roost.types import Peer
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Letter:
+    """A message that waits to be sent."""
+
+    peer: Peer
+    message: Message
+    buffers: Sequence[Buffer]
+    wait: Callable[[], None] | None
+    """Returns once the buffers are filled; None: they are."""
 
 
 class Outbox:
@@ -17,16 +29,16 @@ class Outbox:
     def __init__(self, transport: Transport, *, on_failure: Callable[[RoostError], None]) -> None:
         self._transport = transport
         self._on_failure = on_failure
-        self._queues: dict[str, asyncio.Queue[tuple[Peer, Message, Sequence[Buffer]]]] = {}
+        self._queues: dict[str, asyncio.Queue[Letter]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
-    def put(self, peer: Peer, message: Message, buffers: Sequence[Buffer] = ()) -> None:
-        """Queue one message for `peer`; a failure to send is reported to `on_failure`."""
+    def put(self, peer: Peer, message: Message, buffers: Sequence[Buffer] = (), wait: Callable[[], None] | None = None) -> None:
+        """Queue one message for `peer`; a failure to send is reported to `on_failure`. `wait` returns once the buffers are filled."""
         queue = self._queues.get(peer.peer_id)
         if queue is None:
             queue = self._queues[peer.peer_id] = asyncio.Queue()
             self._tasks.append(asyncio.create_task(self._send_all(queue), name=f"outbox-{peer.peer_id}"))
-        queue.put_nowait((peer, message, buffers))
+        queue.put_nowait(Letter(peer=peer, message=message, buffers=buffers, wait=wait))
 
     async def close(self) -> None:
         """Stop sending; what still waits is dropped."""
@@ -36,11 +48,13 @@ class Outbox:
         self._tasks.clear()
         self._queues.clear()
 
-    async def _send_all(self, queue: asyncio.Queue[tuple[Peer, Message, Sequence[Buffer]]]) -> None:
+    async def _send_all(self, queue: asyncio.Queue[Letter]) -> None:
         while True:
-            peer, message, buffers = await queue.get()
+            letter = await queue.get()
+            if letter.wait is not None:
+                await asyncio.to_thread(letter.wait)
             try:
-                await self._transport.send(peer, message, buffers, lane=Lane.TRAINING)
+                await self._transport.send(letter.peer, letter.message, letter.buffers, lane=Lane.TRAINING)
             except RoostError as error:
                 self._on_failure(error)
                 return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from roost.agent.builder import build_stage
 from roost.agent.compute import ComputeThread
 from roost.agent.links import measure_links
 from roost.agent.message_probe import MessageProbe
+from roost.agent.pause import PauseSwitch
 from roost.agent.stage_driver import StageDriver, failure_of
 from roost.config import AgentConfig
 from roost.errors import (
@@ -28,6 +30,7 @@ from roost.errors import (
     StageFailedError,
     TransportError,
 )
+from roost.pipeline.allocator import release_freed_memory
 from roost.transport.interface import Buffer, Sender, Transport
 from roost.types import NodeProfile, Peer, Role
 
@@ -44,8 +47,11 @@ class Agent:
         self._transport = transport
         self._coordinator = coordinator
         self._profile = profile
-        self._message_probe = MessageProbe(transport, uplink_bytes_per_s=config.uplink_bytes_per_s)
+        lines = [line for line in (config.uplink_bytes_per_s, config.downlink_bytes_per_s) if line]
+        self._message_probe = MessageProbe(transport, line_bytes_per_s=min(lines, default=0.0))
         self._compute = ComputeThread(threads=profile.threads, relative_speed=config.relative_speed)
+        self._pause = PauseSwitch(config.state_dir)
+        self._news = asyncio.Event()  # something that the coordinator should hear of before the next heartbeat is due
         self._driver: StageDriver | None = None
         self._building: tuple[str, asyncio.Task[StageDriver]] | None = None
         self._registered = asyncio.Event()
@@ -58,7 +64,10 @@ class Agent:
     async def run(self) -> None:
         """Serve until cancelled: register, send heartbeats, and register again whenever the coordinator comes back."""
         self._compute.start()
+        if self._pause.look():
+            self._paused_or_resumed(self._pause.paused)
         await self._transport.start(self)
+        watching = asyncio.create_task(self._pause.watch(self._paused_or_resumed), name="pause-watch")
         try:
             await self._measure_messages()
             registered, pause_s = False, RECONNECT_S
@@ -69,7 +78,7 @@ class Agent:
                     else:
                         pause_s = await self._register()
                         registered = True
-                    await asyncio.sleep(pause_s)
+                    await self._until_heartbeat(pause_s)
                 except TransportError as error:
                     logger.warning("coordinator_unreachable node=%s error=%s", self.node_id, error.message)
                     await asyncio.sleep(RECONNECT_S)
@@ -77,9 +86,21 @@ class Agent:
                     registered = False
                     await self._drop_stage(error.message)
         finally:
+            watching.cancel()
             await self._drop_stage("the agent stops")
             await self._transport.stop()
             self._compute.stop()
+
+    def _paused_or_resumed(self, paused: bool) -> None:
+        (self._compute.pause if paused else self._compute.resume)()
+        logger.info("%s node=%s", "node_paused" if paused else "node_resumed", self.node_id)
+        self._news.set()
+
+    async def _until_heartbeat(self, seconds: float) -> None:
+        self._news.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
 
     async def _measure_messages(self) -> None:
         cost = await self._message_probe.measure()
@@ -93,6 +114,7 @@ class Agent:
             roost_version=roost.__version__,
             torch_version=torch.__version__,
             profile=self._profile,
+            paused=self._pause.paused,
         )
         reply = (await self._transport.call(self._coordinator, message)).message
         if not isinstance(reply, m.Registered):
@@ -104,7 +126,7 @@ class Agent:
     async def _heartbeat(self) -> None:
         driver = self._driver
         job_id = driver.assignment.job_id if driver is not None else ""
-        message = m.Heartbeat(job_id=job_id, metrics=driver.metrics() if driver is not None else None)
+        message = m.Heartbeat(job_id=job_id, metrics=driver.metrics() if driver is not None else None, paused=self._pause.paused)
         await self._transport.call(self._coordinator, message)
 
     # ------------------------------------------------------------ calls
@@ -238,3 +260,5 @@ class Agent:
             if peer_id != self.node_id:
                 await self._transport.forget(peer_id)
         logger.info("stage_dropped job=%s node=%s reason=%s", driver.assignment.job_id, self.node_id, reason)
+        del driver
+        release_freed_memory()

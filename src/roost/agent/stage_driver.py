@@ -20,12 +20,14 @@ from roost.agent.compute import ComputeThread
 from roost.agent.feeder import EVALUATION_WINDOW, Feeder
 from roost.agent.outbox import Outbox
 from roost.agent.ring_driver import RingDriver
+from roost.agent.value_wire import PackedValues, ValueWire, WireValue
 from roost.averaging.segment_average import AveragingOptions
 from roost.config import OuterOptimizer
 from roost.errors import MalformedMessageError, RoostError, StageFailedError
+from roost.pipeline.host_buffers import HostBuffers
 from roost.pipeline.program_interface import RunnableProgram
-from roost.pipeline.stage_runner import StageRunner, add_gradients
-from roost.pipeline.tensor_bytes import from_buffer, ordered_spec_of, spec_of, to_buffer
+from roost.pipeline.stage_runner import EvaluateResult, ForwardResult, StageRunner, add_gradients
+from roost.pipeline.tensor_bytes import from_buffer, spec_of, to_buffer
 from roost.protocol import pipeline_schedule as schedules
 from roost.protocol.averaging_pace import AveragingPace
 from roost.transport.interface import Buffer, Transport
@@ -36,9 +38,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class Arrivals:
-    """Tensors of one micro-batch that wait for its turn."""
+    """Values of one micro-batch that wait for its turn."""
 
-    values: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor | WireValue] = field(default_factory=dict)
     rng: Tensor | None = None
 
 
@@ -67,9 +69,11 @@ class StageDriver:
         runner: StageRunner,
         compute: ComputeThread,
         transport: Transport,
+        host: HostBuffers,
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self.assignment = assignment
+        self._wire = ValueWire(assignment.config.activation_compression, program.differentiable, host)
         self._program = program
         self._runner = runner
         self._compute = compute
@@ -95,7 +99,7 @@ class StageDriver:
         self._arrivals: dict[int, Arrivals] = {}
         # An honest pipeline has at most the first stage's micro-batches in flight, or the feeder's evaluation window.
         self._most_waiting = assignment.cluster.stages[0].max_in_flight + EVALUATION_WINDOW * len(assignment.cluster.stages)
-        self._gradients: dict[int, dict[int, dict[int, Tensor]]] = {}
+        self._gradients: dict[int, dict[int, dict[int, WireValue]]] = {}
         self._work: asyncio.Queue[schedules.Computation] = asyncio.Queue()
         self._tasks: list[asyncio.Task[None]] = []
         self._counters = Counters()
@@ -158,7 +162,8 @@ class StageDriver:
         wanted = self._program.receives.get(schedules.DATA, ())
         if len(wanted) != len(tensors):
             raise MalformedMessageError(f"the graph takes {len(wanted)} inputs, the data has {len(tensors)}")
-        self._arrivals[micro_batch.number] = Arrivals(values=dict(zip(wanted, tensors, strict=True)))
+        values: dict[int, Tensor | WireValue] = dict(zip(wanted, tensors, strict=True))
+        self._arrivals[micro_batch.number] = Arrivals(values=values)
         self._handle(schedules.ValuesArrived(micro_batch=micro_batch, source=schedules.DATA))
 
     def activation_arrived(self, sender: str, message: m.Activation, buffers: Sequence[Buffer]) -> None:
@@ -172,7 +177,8 @@ class StageDriver:
 
     def _take_values(self, message: m.Activation, buffers: Sequence[Buffer]) -> None:
         expected = self._program.receives.get(message.source_stage, ())
-        named = self._tensors(message.values, buffers[1:] if message.rng else buffers, expected)
+        own = buffers[1:] if message.rng else buffers
+        named = self._wire.arrived(message.values, message.codecs, own, expected, training=message.micro_batch.training)
         if len(self._arrivals) > self._most_waiting:
             raise MalformedMessageError(f"stage {message.source_stage} sends more micro-batches than may be in flight")
         arrivals = self._arrivals.setdefault(message.micro_batch.number, Arrivals())
@@ -200,7 +206,7 @@ class StageDriver:
 
     def _take_gradients(self, message: m.Gradient, buffers: Sequence[Buffer]) -> None:
         allowed = self._program.sends.get(message.source_stage, ())
-        named = self._tensors(message.values, buffers, allowed)
+        named = self._wire.arrived(message.values, message.codecs, buffers, allowed, training=True)
         self._gradients.setdefault(message.micro_batch, {})[message.source_stage] = named
         self._handle(schedules.GradientsArrived(number=message.micro_batch, source=message.source_stage))
 
@@ -218,16 +224,6 @@ class StageDriver:
         if stage not in allowed or not 0 <= stage < len(stages) or stages[stage].node_id != sender:
             raise MalformedMessageError(f"{sender} speaks for stage {stage}, which sends nothing here")
 
-    @staticmethod
-    def _tensors(specs: tuple[TensorSpec, ...], buffers: Sequence[Buffer], allowed: Sequence[int]) -> dict[int, Tensor]:
-        if len(specs) != len(buffers):
-            raise MalformedMessageError(f"{len(specs)} tensors announced, {len(buffers)} sent")
-        by_name = {str(value): value for value in allowed}
-        unknown = [spec.name for spec in specs if spec.name not in by_name]
-        if unknown:
-            raise MalformedMessageError(f"value {unknown[0]!r} is not one that crosses here")
-        return {by_name[spec.name]: from_buffer(spec, buffer) for spec, buffer in zip(specs, buffers, strict=True)}
-
     # ------------------------------------------------------------ compute
 
     def _handle(self, event: schedules.ScheduleEvent) -> None:
@@ -237,6 +233,8 @@ class StageDriver:
     async def _compute_in_order(self) -> None:
         while True:
             instruction = await self._work.get()
+            # A paused node still copies and averages its weights: that is short, and other clusters wait for it.
+            await self._compute.permission()
             match instruction:
                 case schedules.RunForward(micro_batch=micro_batch):
                     await self._forward(micro_batch)
@@ -253,44 +251,57 @@ class StageDriver:
             self._feeder.forward_started(micro_batch)
         counters = self._counters
         counters.batch_samples[micro_batch.batch] = micro_batch.batch_samples
-        result = await self._compute.run(lambda: self._runner.forward(micro_batch, arrivals.values, arrivals.rng))
+
+        def propagate() -> tuple[ForwardResult, dict[int, PackedValues]]:
+            result = self._runner.forward(micro_batch, self._wire.unpack(arrivals.values), arrivals.rng)
+            return result, self._packed(result.outputs, training=True)
+
+        result, packed = await self._compute.run(propagate)
         self._handle(schedules.ComputeFinished())
         if result.loss is not None:
             counters.loss_sum += result.loss * micro_batch.samples
             counters.loss_samples += micro_batch.samples
-        self._send_values(micro_batch, result.outputs, result.rng_state)
+        self._send_values(micro_batch, packed, result.rng_state)
 
-    def _send_values(self, micro_batch: MicroBatch, outputs: Mapping[int, Tensor], rng: Tensor | None) -> None:
+    def _packed(self, outputs: Mapping[int, Tensor], *, training: bool) -> dict[int, PackedValues]:
+        """Return by target stage what it is sent."""
+        sends = self._program.sends
+        by_target = {target: {value: outputs[value] for value in sends.get(target, ())} for target in self._targets}
+        return {target: self._wire.pack(values, training=training) for target, values in by_target.items()}
+
+    def _send_values(self, micro_batch: MicroBatch, packed: Mapping[int, PackedValues], rng: Tensor | None) -> None:
         index = self.assignment.stage.index
         for target in sorted(self._targets):
-            values = {value: outputs[value] for value in self._program.sends.get(target, ())}
+            values = packed[target]
             carries = rng is not None and target == index + 1
-            specs = _value_specs(values)
             message = m.Activation(
                 job_id=self.assignment.job_id,
                 source_stage=index,
                 micro_batch=micro_batch,
-                values=specs,
+                values=values.specs,
                 rng=carries,
+                codecs=values.codecs,
             )
-            state = [to_buffer(rng)] if carries and rng is not None else []
-            self._outbox.put(self.assignment.peer_of_stage(target), message, state + _buffers(specs, values))
+            state: list[Buffer] = [to_buffer(rng)] if carries and rng is not None else []
+            self._outbox.put(self.assignment.peer_of_stage(target), message, state + values.buffers, values.wait)
 
     async def _backward(self, micro_batch: MicroBatch) -> None:
         by_stage = self._gradients.pop(micro_batch.number, {})
         measures = bool(self._other_stages) and micro_batch.position == micro_batch.count - 1
 
-        def differentiate() -> tuple[dict[int, dict[int, Tensor]], float]:
-            back = self._runner.backward(micro_batch.number, add_gradients(by_stage))
-            return back, self._runner.gradient_square(micro_batch.batch) if measures else 0.0
+        def differentiate() -> tuple[dict[int, PackedValues], float]:
+            gradients = {stage: self._wire.unpack(values) for stage, values in by_stage.items()}
+            back = self._runner.backward(micro_batch.number, add_gradients(gradients))
+            packed = {source: self._wire.pack(back.get(source, {}), training=True) for source in self._sources - {schedules.DATA}}
+            return packed, self._runner.gradient_square(micro_batch.batch) if measures else 0.0
 
-        result, square = await self._compute.run(differentiate)
+        packed, square = await self._compute.run(differentiate)
         if measures:
             self._send_square(micro_batch.batch, square)
         self._handle(schedules.ComputeFinished())
         self._counters.micro_batches += 1
-        for source in sorted(self._sources - {schedules.DATA}):
-            self._send_gradient(source, micro_batch.number, result.get(source, {}), evaluation=False)
+        for source in sorted(packed):
+            self._send_gradient(source, micro_batch.number, packed[source])
 
     def _send_square(self, batch: int, square: float) -> None:
         index = self.assignment.stage.index
@@ -299,28 +310,39 @@ class StageDriver:
         for stage in sorted(self._other_stages):
             self._outbox.put(self.assignment.peer_of_stage(stage), message)
 
-    def _send_gradient(self, source: int, number: int, values: Mapping[int, Tensor], *, evaluation: bool) -> None:
-        specs = _value_specs(values)
+    def _send_gradient(self, source: int, number: int, values: PackedValues) -> None:
         message = m.Gradient(
             job_id=self.assignment.job_id,
             source_stage=self.assignment.stage.index,
             micro_batch=number,
-            values=specs,
-            evaluation=evaluation,
+            values=values.specs,
+            evaluation=False,
+            codecs=values.codecs,
         )
-        self._outbox.put(self.assignment.peer_of_stage(source), message, _buffers(specs, values))
+        self._outbox.put(self.assignment.peer_of_stage(source), message, values.buffers, values.wait)
+
+    def _send_evaluated(self, number: int) -> None:
+        """Tell the first stage that an evaluation micro-batch is through."""
+        index = self.assignment.stage.index
+        word = m.Gradient(job_id=self.assignment.job_id, source_stage=index, micro_batch=number, values=(), evaluation=True)
+        self._outbox.put(self.assignment.peer_of_stage(0), word)
 
     async def _evaluate(self, micro_batch: MicroBatch) -> None:
         arrivals = self._arrivals.pop(micro_batch.number)
-        result = await self._compute.run(lambda: self._runner.evaluate(micro_batch, arrivals.values))
+
+        def evaluate() -> tuple[EvaluateResult, dict[int, PackedValues]]:
+            result = self._runner.evaluate(micro_batch, self._wire.unpack(arrivals.values))
+            return result, self._packed(result.outputs, training=False)
+
+        result, packed = await self._compute.run(evaluate)
         self._handle(schedules.ComputeFinished())
-        self._send_values(micro_batch, result.outputs, None)
+        self._send_values(micro_batch, packed, None)
         if not self.assignment.is_last:
             return
         if self._feeder is not None:
             self._feeder.evaluated()
         else:
-            self._send_gradient(0, micro_batch.number, {}, evaluation=True)
+            self._send_evaluated(micro_batch.number)
         samples = micro_batch.samples
         done = m.EvaluationDone(
             job_id=self.assignment.job_id,
@@ -419,8 +441,10 @@ class StageDriver:
             await self._transport.call(self.assignment.requester, message, buffers, deadline_s=120.0)
 
     def _state_of(self, names: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return tensors and optimizer state in host memory; on the cpu they share the stage's storage."""
         state = self.state()
-        return {name: state[name] for name in names}, self._runner.optimizer_state(names)
+        optimizer = self._runner.optimizer_state(names)
+        return {name: state[name].cpu() for name in names}, {key: tensor.cpu() for key, tensor in optimizer.items()}
 
     def state(self) -> dict[str, Tensor]:
         """Return the stage's parameters and buffers; they share its storage."""
@@ -459,11 +483,3 @@ def failure_of(error: BaseException, node_id: str) -> RoostError:
     if isinstance(error, RoostError):
         return error
     return StageFailedError(f"node {node_id}: {type(error).__name__}: {error}")
-
-
-def _value_specs(values: Mapping[int, Tensor]) -> tuple[TensorSpec, ...]:
-    return tuple(ordered_spec_of(str(number), tensor) for number, tensor in values.items())
-
-
-def _buffers(specs: Sequence[TensorSpec], values: Mapping[int, Tensor]) -> list[memoryview]:
-    return [to_buffer(tensor, spec.order) for spec, tensor in zip(specs, values.values(), strict=True)]

@@ -94,7 +94,7 @@ def _encode_blocks(values: Tensor, block: int, scales_of: _Scales, dtype: torch.
     scales, inverse = scales_of(rows.abs().amax(dim=1))
     scaled = rows * inverse[:, None]
     elements = scaled.round_().clamp_(-_INT8_STEPS, _INT8_STEPS).to(dtype) if dtype is torch.int8 else scaled.to(dtype)
-    encoded = torch.empty(4 * blocks + count * dtype.itemsize, dtype=torch.uint8)
+    encoded = torch.empty(4 * blocks + count * dtype.itemsize, dtype=torch.uint8, device=values.device)
     encoded[: 4 * blocks] = scales.view(torch.uint8)
     encoded[4 * blocks :] = elements.reshape(-1)[:count].view(torch.uint8)
     return encoded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +172,34 @@ def check_cuts(captured: Captured, cuts: Sequence[int], data: Sequence[Tensor], 
         found = _worst(_buffers(whole), _buffers(staged))
         error, worst = max((error, worst), found)
     return CutReport(cuts=tuple(cuts), same_loss=same, max_relative_error=error, worst_tensor=worst)
+
+
+def check_precision(
+    captured: Captured, data: Sequence[Tensor], precision: str, computing: AbstractContextManager[object], *, seed: int
+) -> None:
+    """Run one step and one evaluation of the graph inside `computing`, the context of that precision.
+
+    Raises NotCapturableError if an operation refuses the dtypes that come together there, or if a trainable parameter is not
+    float32, and NonFiniteLossError if the loss is no number. The global generator is put back.
+    """
+    other = next((record for record in captured.graph.tensors if record.trainable and record.dtype != "float32"), None)
+    if other is not None:
+        raise NotCapturableError(
+            f"precision {precision!r} keeps parameters in float32, but {other.name!r} is {other.dtype}",
+            hint="Use precision='float32', which computes in the model's own dtypes, or convert the model with model.float().",
+        )
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), computing:
+        try:
+            whole = Rehearsal(captured)
+            loss = whole.step(data, seed)
+            whole.evaluate(data)
+        except RuntimeError as error:
+            raise NotCapturableError(
+                f"the model cannot compute in {precision}: {str(error).splitlines()[0]}",
+                hint="Use precision='float32', or convert values to one dtype where the model's code joins them.",
+            ) from error
+    if not bool(loss.isfinite()):
+        raise NonFiniteLossError(f"the loss of the first batch is {float(loss)} in {precision}")
 
 
 def even_cuts(captured: Captured, legal: Sequence[int], stages: int) -> tuple[int, ...]:

@@ -145,15 +145,19 @@ class _Cutter:
         trained = analysis.needed_in_training(start, stop, train_results)
         tested = analysis.needed_in_evaluation(start, stop, test_results)
         crossing = {*incoming, *outgoing}
+        owned = {value: self._record(value) for value, owner in self.owners.items() if owner == index}
+        changed = {analysis.memory[value] for position in trained for value in analysis.effects[position].written}
         return StageProgram(
             index=index,
             start=start,
             stop=stop,
-            tensors=tuple(self._record(value) for value, owner in self.owners.items() if owner == index),
+            tensors=tuple(owned.values()),
             shared=tuple(self.shared[index]),
             receives=receives,
             sends=sends,
             differentiable=frozenset(crossing & analysis.differentiable),
+            changed_tensors=frozenset(record.name for value, record in owned.items() if analysis.memory[value] in changed),
+            changed_values=frozenset(value for value in incoming if analysis.memory[value] in changed),
             draws_random=any(analysis.effects[position].random for position in trained),
             is_last=is_last,
             loss_value=graph.loss if is_last else None,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -41,6 +43,7 @@ CACHE_BYTES = 64 << 20
 
 _FORWARD, _BACKWARD, _UPDATE = 0, 1, 2
 MakeOptimizer = Callable[[list[Parameter]], Optimizer]
+MakeContext = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +63,13 @@ def profile(
     make_optimizer: MakeOptimizer | None = None,
     repeats: int = 9,
     rest_s: float = 0.0,
+    computing: MakeContext = nullcontext,
 ) -> ModelProfile:
     """Return the costs of `captured`, unit by unit, for a micro-batch like `inputs` and `labels`, on one thread.
 
     Times are CPU time, medians over `repeats` passes after one that warms up and counts (fewer if they take long).
     `rest_s` is slept before each piece of work: nodes that emulate a slower machine by sleeping find their caches cold.
+    `computing` makes the context in which forwards run, for their precision.
     Bytes are of the first pass. Nothing is changed: copies of the tensors are used, and random generator and thread count are
     put back.
     """
@@ -75,19 +80,16 @@ def profile(
     torch.set_num_threads(1)
     try:
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            counts, sizes = _count(captured, programs, data)
+            counts, sizes = _count(captured, programs, data, computing)
+            passes = _repeated(lambda: _Pass(captured, programs, data, computing).times(), repeats)
 
-            def repeated(measure: Callable[[], Sequence[Sequence[float]]]) -> list[Sequence[Sequence[float]]]:
-                began = time.perf_counter()
-                results = [measure()]
-                while len(results) < repeats and (len(results) < MIN_REPEATS or time.perf_counter() - began < BUDGET_S):
-                    results.append(measure())
-                return results
+            def in_stages(cuts: Sequence[int]) -> list[float]:
+                stages = cut(graph, [0, *cuts, len(graph.nodes)])
+                return _totals(_TrainingLoop(captured, stages, data, computing, make_optimizer, rest_s), repeats)
 
-            passes = repeated(lambda: _Pass(captured, programs, data).times())
-            one = _stage_times(captured, graph, [], data, make_optimizer, rest_s, repeated)
+            one = in_stages([])
             several_cuts = _even_cuts(programs, [sum(times) for times in zip(*passes[0], strict=True)])
-            several = _stage_times(captured, graph, several_cuts, data, make_optimizer, rest_s, repeated)
+            several = in_stages(several_cuts)
         steps = _update_times(captured, programs, make_optimizer)
     finally:
         torch.set_num_threads(threads)
@@ -117,19 +119,22 @@ def estimate(
     *,
     reference_flop_per_s: float,
     bytes_per_s: float,
+    computing: MakeContext = nullcontext,
 ) -> ModelProfile:
     """Return the costs of `captured` for a micro-batch like `inputs` and `labels` without running it: for models too large to run here.
 
-    Operations and bytes are counted on meta tensors, which takes no memory. A forward takes what its products and convolutions
-    cost at `reference_flop_per_s` and, if that is longer, what reading and writing its values costs at `bytes_per_s`, and
-    CALL_S per operation; a backward takes twice that; an update touches UPDATE_PASSES tensors of the parameters' size.
+    Operations and bytes are counted on tensors without memory; `computing` makes the context in which forwards run. A forward takes
+    what its products and convolutions cost at `reference_flop_per_s` and, if that is longer, what reading and writing its values
+    costs at `bytes_per_s`, and CALL_S per operation; a backward takes twice that; an update touches UPDATE_PASSES tensors of the
+    parameters' size.
     """
     graph = captured.graph
-    data = tuple(item.to("meta") for item in (*inputs, *labels))
-    on_meta = replace(captured, tensors={name: item.to("meta") for name, item in captured.tensors.items()})
     programs = cut(graph, [0, *choose_cuts(graph), len(graph.nodes)])
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        counts, sizes = _count(on_meta, programs, data)
+    # Not meta tensors: autocast knows nothing of that device.
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), FakeTensorMode():
+        data = tuple(_without_memory(item) for item in (*inputs, *labels))
+        empty = replace(captured, tensors={name: _without_memory(item) for name, item in captured.tensors.items()})
+        counts, sizes = _count(empty, programs, data, computing)
     units = []
     for index, program in enumerate(programs):
         owned = sum(record.nbytes for record in program.tensors if record.trainable)
@@ -147,6 +152,20 @@ def estimate(
         stage_s=0.0,
         stage_update_s=0.0,
     )
+
+
+def _repeated(measure: Callable[[], Sequence[Sequence[float]]], repeats: int) -> list[Sequence[Sequence[float]]]:
+    """Return what `measure` gives up to `repeats` times, fewer if that takes longer than BUDGET_S."""
+    began = time.perf_counter()
+    results = [measure()]
+    while len(results) < repeats and (len(results) < MIN_REPEATS or time.perf_counter() - began < BUDGET_S):
+        results.append(measure())
+    return results
+
+
+def _totals(loop: _TrainingLoop, repeats: int) -> list[float]:
+    """Return the seconds of forward, backward and update of a model in stages, all stages together."""
+    return _medians([[sum(stages) for stages in times] for times in _repeated(loop.times, repeats)])
 
 
 def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -182,20 +201,6 @@ def _even_cuts(programs: Sequence[StageProgram], seconds: Sequence[float]) -> li
     return cuts
 
 
-def _stage_times(
-    captured: Captured,
-    graph: Graph,
-    cuts: Sequence[int],
-    data: tuple[Tensor, ...],
-    make_optimizer: MakeOptimizer | None,
-    rest_s: float,
-    repeated: Callable[[Callable[[], Sequence[Sequence[float]]]], list[Sequence[Sequence[float]]]],
-) -> list[float]:
-    """Return the seconds of forward, backward and update of the model in stages, all stages together."""
-    loop = _TrainingLoop(captured, cut(graph, [0, *cuts, len(graph.nodes)]), data, make_optimizer, rest_s)
-    return _medians([[sum(stages) for stages in times] for times in repeated(loop.times)])
-
-
 def choose_cuts(graph: Graph, most: int = MAX_UNITS) -> tuple[int, ...]:
     """Return the legal cuts between the units to measure: all of them, or a good selection that makes at most `most` units.
 
@@ -229,13 +234,19 @@ def _crossing_counts(graph: Graph) -> list[int]:
     return counts
 
 
+def _without_memory(tensor: Tensor) -> Tensor:
+    """Return a tensor of the same form on the CPU; call it inside FakeTensorMode, where it takes no memory."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
 class _Pass:
     """One forward and backward of all units, each as a stage of its own, on copies of the model's tensors."""
 
-    def __init__(self, captured: Captured, programs: Sequence[StageProgram], data: tuple[Tensor, ...]) -> None:
+    def __init__(self, captured: Captured, programs: Sequence[StageProgram], data: tuple[Tensor, ...], computing: MakeContext) -> None:
         trainable = {record.name for record in captured.graph.tensors if record.trainable}
         self._programs = programs
         self._data = data
+        self._computing = computing
         self._tensors = {name: item.clone().requires_grad_(name in trainable) for name, item in captured.tensors.items()}
         self._device = data[0].device
         self._received: list[dict[int, Tensor]] = []
@@ -269,7 +280,8 @@ class _Pass:
 
             self._rest()
             begin = time.thread_time()
-            results = around(run)
+            with self._computing():
+                results = around(run)
             seconds.append(time.thread_time() - begin)
             self._received.append(values)
             self._sent.append(results)
@@ -314,10 +326,11 @@ class _TrainingLoop(_Pass):
         captured: Captured,
         programs: Sequence[StageProgram],
         data: tuple[Tensor, ...],
+        computing: MakeContext,
         make_optimizer: MakeOptimizer | None,
         rest_s: float,
     ) -> None:
-        super().__init__(captured, programs, data)
+        super().__init__(captured, programs, data, computing)
         self._rest_s = rest_s
         self._other = torch.ones(CACHE_BYTES // 4)
         self._optimizers: list[Optimizer] = []
@@ -347,10 +360,12 @@ class _TrainingLoop(_Pass):
         time.sleep(self._rest_s)
 
 
-def _count(captured: Captured, programs: Sequence[StageProgram], data: tuple[Tensor, ...]) -> tuple[list[_UnitCounts], dict[int, int]]:
+def _count(
+    captured: Captured, programs: Sequence[StageProgram], data: tuple[Tensor, ...], computing: MakeContext
+) -> tuple[list[_UnitCounts], dict[int, int]]:
     """Run one pass and return the counts of every unit, and the bytes of every value that crosses between units."""
     counts: list[_UnitCounts] = []
-    counting = _Pass(captured, programs, data)
+    counting = _Pass(captured, programs, data, computing)
 
     def around(run: Callable[[], dict[int, Tensor]]) -> dict[int, Tensor]:
         kept: dict[int, int] = {}

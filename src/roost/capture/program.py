@@ -39,6 +39,10 @@ class StageProgram:
     differentiable: frozenset[int]
     """Among the received and sent values, those that carry a gradient. A value that a stage uses only where no gradient flows
     gets none there although it is listed."""
+    changed_tensors: frozenset[str]
+    """Names among `tensors` of the buffers that a training forward changes in place."""
+    changed_values: frozenset[int]
+    """The received values that a training forward changes in place; only data inputs can be among them."""
     draws_random: bool
     """True if its forward draws random numbers in training."""
     is_last: bool

@@ -30,6 +30,7 @@ class RunDisplay:
         self._live: Live | None = None
         self._last_line = 0.0
         self._shown_epochs = 0
+        self._paused: tuple[str, ...] = ()
 
     def planned(self, plan: Plan, nodes: tuple[NodeProfile, ...], profile: ModelProfile) -> None:
         """Print the plan."""
@@ -50,6 +51,10 @@ class RunDisplay:
                 parts.append(f"metric {result.metric:.4f}")
             self._console.print("  " + ", ".join(parts) + f"  [dim]({result.seconds:.1f} s)[/]", soft_wrap=True)
         self._shown_epochs = len(metrics.history)
+        if metrics.paused != self._paused:
+            self._paused = metrics.paused
+            waits = f"waiting for {', '.join(metrics.paused)}, paused by the owner" if metrics.paused else "no node is paused any more"
+            self._console.print(f"  [yellow]{escape(waits)}[/]", soft_wrap=True)
         if self._live is not None:
             self._live.update(_progress(metrics), refresh=True)
         elif time.monotonic() - self._last_line >= LINE_EVERY_S and any(cluster.updates for cluster in metrics.clusters):

@@ -22,6 +22,8 @@ from roost.transport.grpc_transport import GrpcTransport
 from roost.types import Role
 
 ENROL_S = 20.0
+AGENT_LOCK = "agent.lock"
+"""In a node's state directory: held while its agent runs."""
 
 
 def default_name() -> str:
@@ -31,7 +33,12 @@ def default_name() -> str:
 
 def default_state_dir(address: str, name: str) -> Path:
     """Return the folder where this node's certificate for a coordinator is kept."""
-    return Path.home() / ".roost" / "node" / f"{name}@{address.replace(':', '_')}"
+    return node_dirs() / f"{name}@{address.replace(':', '_')}"
+
+
+def node_dirs() -> Path:
+    """Return where the state directories of this user's nodes are, each called NAME@ADDRESS, unless they were put elsewhere."""
+    return Path.home() / ".roost" / "node"
 
 
 def run(config: AgentConfig, *, address: str, token: str, exit_with_parent: bool) -> None:
@@ -46,7 +53,7 @@ def _only_agent(directory: Path, name: str) -> Iterator[None]:
     """Hold the state directory: a second agent with the same certificate would leave a dead address behind when it ends."""
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = FileLock(directory / "agent.lock")
+        lock = FileLock(directory / AGENT_LOCK)
         lock.acquire(timeout=0)
     except Timeout:
         raise InvalidConfigError(
@@ -72,14 +79,21 @@ async def _serve(config: AgentConfig, directory: Path, *, address: str, token: s
             hint="Join with a node token ('roost token --role node') and another --name.",
         )
     # Only now, so that a wrong token is told at once: importing torch takes seconds.
-    from roost.agent.hardware import profile_node
+    from roost.agent.hardware import check_device, default_threads, profile_node
+    from roost.agent.limits import limit_memory, limit_threads
     from roost.agent.service import Agent
 
-    config = dataclasses.replace(config, node_id=enrolment.credentials.peer_id)
+    check_device(config.device, config.memory_bytes)
+    config = dataclasses.replace(config, node_id=enrolment.credentials.peer_id, threads=config.threads or default_threads())
+    limit_threads(config.threads)
     profile = await asyncio.to_thread(profile_node, config)
+    if config.memory_bytes:
+        limit_memory(config.memory_bytes, config.device, profile.threads)
     transport = GrpcTransport(
         enrolment.credentials,
-        config=TransportConfig(uplink_bytes_per_s=config.uplink_bytes_per_s, latency_s=config.latency_s),
+        config=TransportConfig(
+            uplink_bytes_per_s=config.uplink_bytes_per_s, downlink_bytes_per_s=config.downlink_bytes_per_s, latency_s=config.latency_s
+        ),
         host=config.host or host_towards(enrolment.coordinator.address),
         port=config.port,
     )

@@ -1,4 +1,4 @@
-"""`roost`: coordinator, token, join, train, plan, status, demo."""
+"""`roost`: coordinator, token, join, pause, resume, train, plan, check, status, demo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from roost.config import AgentConfig, CoordinatorConfig, parse_bytes
+from roost.config import BYTES_PER_S_OF_MBIT, AgentConfig, CoordinatorConfig, parse_bytes
 from roost.errors import RoostError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Train one model on the PCs you have.")
@@ -82,13 +82,14 @@ def join(
     address: Annotated[str, typer.Argument(help="host:port that the coordinator printed.")],
     token: Annotated[str, typer.Argument(help="One-time token; not needed again later. Also read from ROOST_TOKEN.")] = "",
     name: Annotated[str, typer.Option(help="This node's name; default: the host's.")] = "",
-    memory: Annotated[str, typer.Option(help="Memory to lend, such as 4GB; default: 80% of what is free.")] = "0",
+    memory: Annotated[str, typer.Option(help="Memory of the device to lend, such as 4GB; default: 80% of what is free.")] = "0",
     threads: Annotated[int, typer.Option(help="CPU threads to lend; default: all cores.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda or mps.")] = "cpu",
     host: Annotated[str, typer.Option(help="Address to listen on and to tell peers; default: found out.")] = "",
     port: Annotated[int, typer.Option(help="Port to listen on; default: a free one.")] = 0,
     relative_speed: Annotated[float, typer.Option(help="Emulate a slower machine: fraction of this one's speed.")] = 1.0,
-    uplink_mbit: Annotated[float, typer.Option(help="Emulate a slower uplink, in Mbit/s.")] = 0.0,
+    uplink_mbit: Annotated[float, typer.Option(help="Never send more than this, in Mbit/s; 0: no limit.")] = 0.0,
+    downlink_mbit: Annotated[float, typer.Option(help="Never receive more than this, in Mbit/s; 0: no limit.")] = 0.0,
     latency_ms: Annotated[float, typer.Option(help="Emulate a distance: everything arrives so much later here.")] = 0.0,
     state_dir: Annotated[Path | None, typer.Option(help="Where this node's key and certificate are kept.")] = None,
     verbose: Verbose = False,
@@ -96,7 +97,8 @@ def join(
 ) -> None:
     """Lend this machine to a coordinator until Ctrl+C."""
     if threads:
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        # Whatever the environment says: libraries read it when they are loaded.
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(threads)
     from roost.cli import join as command
 
     set_up_logging(verbose)
@@ -111,7 +113,8 @@ def join(
         device=device,
         memory_bytes=parse_bytes(memory),
         relative_speed=relative_speed,
-        uplink_bytes_per_s=uplink_mbit * 1e6 / 8,
+        uplink_bytes_per_s=uplink_mbit * BYTES_PER_S_OF_MBIT,
+        downlink_bytes_per_s=downlink_mbit * BYTES_PER_S_OF_MBIT,
         latency_s=latency_ms / 1e3,
     )
     command.run(config, address=address, token=token or os.environ.get("ROOST_TOKEN", ""), exit_with_parent=exit_with_parent)
@@ -207,6 +210,26 @@ def status(
     from roost.cli import status as command
 
     command.show(address, token=token or os.environ.get("ROOST_TOKEN", ""), json_output=json_output)
+
+
+NodeName = Annotated[str, typer.Option(help="The node's name; not needed if only one agent runs on this machine.")]
+NodeDirectory = Annotated[Path | None, typer.Option(help="What 'roost join' was given as --state-dir, if it was.")]
+
+
+@app.command()
+def pause(name: NodeName = "", state_dir: NodeDirectory = None) -> None:
+    """Let a node of this machine compute nothing until 'roost resume'; its job waits and loses no work."""
+    from roost.cli import pause as command
+
+    command.pause(name=name, state_dir=state_dir)
+
+
+@app.command()
+def resume(name: NodeName = "", state_dir: NodeDirectory = None) -> None:
+    """Let a paused node of this machine go on."""
+    from roost.cli import pause as command
+
+    command.resume(name=name, state_dir=state_dir)
 
 
 @app.command()

@@ -126,7 +126,8 @@ class _Picture:
         bound = wrap(f"bound by {cluster.bottleneck}", SIDE - 16, 12, most=3)
         for number, line in enumerate(bound):
             self._write(MARGIN, y + 47 + 18 * len(lines) + 15 * number, line, size=12, colour=BINDS, room=SIDE - 16)
-        rates = [size * cluster.samples_per_s / self._profile.micro_batch_size for size in hop_bytes(self._profile, cluster, self._options)]
+        sizes = hop_bytes(self._profile, cluster, self._config, self._options)
+        rates = [size * cluster.samples_per_s / self._profile.micro_batch_size for size in sizes]
         for before, after in zip(cluster.stages, cluster.stages[1:], strict=False):
             self._link(before, after, rates[before.index])
         for stage in cluster.stages:
@@ -155,8 +156,11 @@ class _Picture:
         # Full memory keeps a node from doing more, but it is not what its cluster waits for.
         slowest = binding not in ("", "memory")
         self._box(x, y, BINDS_CARD if slowest else CARD, BINDS if slowest else RULE, thick=2.2 if slowest else 1.2)
-        self._write(x + 12, y + 23, stage.node_id, size=14, weight=650, room=BOX_W - 82)
-        self._write(x + BOX_W - 12, y + 23, f"stage {stage.index}", size=11, colour=MUTED, anchor="end")
+        name, tip = f"stage {stage.index}", ""
+        if stage.recompute:
+            name, tip = f"{name}, recomputes", "every forward runs again before its backward: its activations are not kept"
+        self._write(x + 12, y + 23, stage.node_id, size=14, weight=650, room=BOX_W - (150 if stage.recompute else 82))
+        self._write(x + BOX_W - 12, y + 23, name, size=11, colour=MUTED, anchor="end", tip=tip)
         self._write(x + 12, y + 41, layers_of(stage, self._profile), size=11, colour=MUTED, room=BOX_W - 24)
         self._bar(x, y + 55, "busy", stage.busy, BINDS if binding == "compute" else BUSY, f"{stage.busy:.0%}")
         used = stage.memory_needed_bytes / stage.memory_available_bytes

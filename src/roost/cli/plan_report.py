@@ -18,6 +18,7 @@ from roost.config import JobConfig, format_bytes
 from roost.errors import PlanningError, RoostError
 from roost.planning.advice import Advice, PoolChange, Verdict, format_rate
 from roost.planning.replan import PlanChange
+from roost.planning.staleness import chosen_correction
 from roost.types import ClusterPlan, LinkProfile, ModelProfile, NodeProfile, Plan
 
 MOST_RINGS = 12
@@ -83,8 +84,13 @@ def _cluster_table(cluster: ClusterPlan, profile: ModelProfile, emulated: set[st
     return table
 
 
+def _staleness(plan: Plan) -> int:
+    return max(stage.versions for stage in plan.stages) - 1
+
+
 def _below(plan: Plan, config: JobConfig) -> list[str]:
-    lines = [averaging_line(plan, config.planned_interval)] if plan.rings else []
+    lines = [f"staleness: at most {stale} updates, correction '{chosen_correction(config, plan)}'"] if (stale := _staleness(plan)) else []
+    lines += [averaging_line(plan, config.planned_interval)] if plan.rings else []
     rings = [f"  ring {index}: {format_bytes(ring.nbytes)} on {' - '.join(ring.members)}" for index, ring in enumerate(plan.rings)]
     lines += rings[:MOST_RINGS]
     if len(rings) > MOST_RINGS:

@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from roost import messages as m
@@ -26,6 +26,7 @@ from roost.errors import (
 )
 from roost.messages import JobState
 from roost.planning.planner import make_plan
+from roost.planning.staleness import chosen_correction
 from roost.protocol import job_lifecycle as lifecycle
 from roost.protocol.data_leases import LeaseBook
 from roost.transport.interface import Transport
@@ -80,6 +81,7 @@ class JobRunner:
         self.error: RoostError | None = None
         self.history: list[EpochResult] = []
         self.metrics: dict[str, StageMetrics] = {}
+        self._paused: frozenset[str] = frozenset()
         self._leases: LeaseBook | None = None
         self._evaluation = EvaluationSums()
         self._to_evaluate: dict[int, tuple[int, int]] = {}
@@ -198,6 +200,12 @@ class JobRunner:
         if self.stage_of(metrics.node_id) is not None:
             self.metrics[metrics.node_id] = metrics
 
+    def set_paused(self, nodes: frozenset[str]) -> None:
+        """Take which nodes their owners have paused; the job waits for those that have a stage, however long that takes."""
+        before, self._paused = self._paused, frozenset(filter(self.stage_of, nodes))
+        if self._paused != before:
+            self._changed.set()
+
     def _check_first_stage(self, node_id: str, cluster: int) -> None:
         stage = self.stage_of(node_id)
         if stage is None or stage.index != 0 or stage.cluster != cluster:
@@ -242,6 +250,8 @@ class JobRunner:
         if self.lifecycle.ended:
             return
         self.plan = plan
+        self.config = replace(self.config, correction=chosen_correction(self.config, plan))
+        logger.info("correction_chosen job=%s correction=%s", self.job_id, self.config.correction)
         self._leases = LeaseBook(
             samples=self.config.samples,
             validation_samples=self.config.validation_samples,
@@ -434,6 +444,7 @@ class JobRunner:
             history=tuple(self.history),
             cancelled=self.lifecycle.cancelled,
             error=failed,
+            paused=tuple(sorted(self._paused)),
         )
         try:
             await self._transport.send(self.requester, update, deadline_s=END_DEADLINE_S)

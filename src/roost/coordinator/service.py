@@ -54,6 +54,7 @@ class Coordinator:
         self._nodes = membership.NodeTable(lost_after_s=config.lost_after_s)
         self._profiles: dict[str, NodeProfile] = {}
         self._torch_versions: dict[str, str] = {}
+        self._paused: set[str] = set()
         self._joined = asyncio.Condition()
         self._job: JobRunner | None = None
         self._submission: Submission | None = None
@@ -91,7 +92,7 @@ class Coordinator:
             case m.RegisterNode():
                 return await self._register(sender, message), []
             case m.Heartbeat():
-                return self._heartbeat(sender, message), []
+                return await self._heartbeat(sender, message), []
             case m.LeaseRequest():
                 return self._running(message.job_id).lease(sender.peer_id, message), []
             case m.SubmitJob():
@@ -139,15 +140,29 @@ class Coordinator:
         self._profiles[sender.peer_id] = message.profile
         self._torch_versions[sender.peer_id] = message.torch_version
         logger.info("node_registered node=%s address=%s", sender.peer_id, message.profile.address)
+        self._note_pause(sender.peer_id, message.paused)
         async with self._joined:
             self._joined.notify_all()
         return m.Registered(heartbeat_s=self._config.heartbeat_s)
 
-    def _heartbeat(self, sender: Sender, message: m.Heartbeat) -> m.Done:
+    def _note_pause(self, node_id: str, paused: bool) -> bool:
+        """Remember whether the owner of a node has paused it; return whether that is news."""
+        if paused == (node_id in self._paused):
+            return False
+        (self._paused.add if paused else self._paused.discard)(node_id)
+        logger.info("%s node=%s", "node_paused" if paused else "node_resumed", node_id)
+        if self._job is not None:
+            self._job.set_paused(frozenset(self._paused))
+        return True
+
+    async def _heartbeat(self, sender: Sender, message: m.Heartbeat) -> m.Done:
         if sender.peer_id not in self._profiles:
             raise JobRefusedError(f"node {sender.peer_id} is not registered", hint="It registers again by itself.")
         for instruction in self._nodes.handle(membership.NodeHeard(node_id=sender.peer_id, now=time.monotonic())):
             self._obey(instruction, "is heard again")
+        if self._note_pause(sender.peer_id, message.paused) and not message.paused:
+            async with self._joined:
+                self._joined.notify_all()
         if message.job_id:
             job = self._running(message.job_id)
             if message.metrics is not None:
@@ -159,6 +174,7 @@ class Coordinator:
     async def _expire(self, now: float) -> None:
         for node_id in self._nodes.expire(now):
             del self._profiles[node_id]
+            self._note_pause(node_id, False)
             self._node_lost(node_id, f"has not been heard of for {self._config.lost_after_s:.0f} s")
         if now - self._requester_heard <= self._config.lost_after_s:
             return
@@ -172,6 +188,7 @@ class Coordinator:
         """Give up a node that a job could not reach, so that the next job does not count on it."""
         if node_id in self._profiles:
             del self._profiles[node_id]
+            self._note_pause(node_id, False)
             self._nodes.handle(membership.NodeSilent(node_id=node_id))
             self._node_lost(node_id, f"cannot be reached: {why}")
 
@@ -264,13 +281,14 @@ class Coordinator:
             async with asyncio.timeout(message.wait_s), self._joined:
                 await self._joined.wait_for(lambda: len(self._free()) >= wanted or submission.withdrawn)
         except TimeoutError:
-            raise EmptyPoolError(f"{len(self._free())} of {wanted} nodes have joined after {message.wait_s:.0f} s") from None
+            paused = f", and {len(self._paused)} that their owners have paused" if self._paused else ""
+            raise EmptyPoolError(f"{len(self._free())} of {wanted} nodes have joined after {message.wait_s:.0f} s{paused}") from None
         if submission.withdrawn:
             raise JobRefusedError(f"job {message.config.job_id} was withdrawn before it was planned", hint="Submit it again.")
         return [self._profiles[node_id] for node_id in self._free()]
 
     def _free(self) -> list[str]:
-        return self._nodes.in_state(membership.NodeState.JOINED)
+        return [node_id for node_id in self._nodes.in_state(membership.NodeState.JOINED) if node_id not in self._paused]
 
     def _check_versions(self, torch_version: str, nodes: Sequence[NodeProfile]) -> None:
         release = _release(torch_version)
@@ -281,6 +299,7 @@ class Coordinator:
 
     def _job_changed(self, job: JobRunner) -> None:
         self._assign(job)
+        job.set_paused(frozenset(self._paused))
         now = time.time()
         if job.plan is not None and self._saved_plan != job.job_id:
             self._store.set_plan(job.job_id, job.plan, now=now)
@@ -324,7 +343,7 @@ class Coordinator:
             nodes.append(
                 m.NodeStatus(
                     profile=profile,
-                    state=self._nodes.state(node_id),
+                    state="paused" if node_id in self._paused else self._nodes.state(node_id),
                     last_heard_s=now - self._nodes.last_heard(node_id),
                     cluster=stage.cluster if stage is not None else -1,
                     stage=stage.index if stage is not None else -1,

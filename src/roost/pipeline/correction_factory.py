@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from roost.config import JobConfig
+from roost.config import AUTO_CORRECTION, JobConfig
 from roost.errors import InvalidConfigError
 from roost.pipeline.corrections import (
     Compensation,
@@ -33,6 +33,8 @@ _MOVES_MOMENTUM = ("OneCycleLR", "CyclicLR")
 
 def make_correction(config: JobConfig) -> Correction:
     """Return the job's correction, new. Raises InvalidConfigError if it cannot work with the job's optimizer or schedule."""
+    if config.correction == AUTO_CORRECTION:
+        raise InvalidConfigError("correction 'auto' stands for one that is chosen with the plan, which has not been made")
     names = config.correction.split("+")
     parts = [_KINDS[name](config) for name in _KINDS if name in names]
     correction = parts[0] if len(parts) == 1 else JoinedCorrections(parts)

@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 
-from roost.config import OPTIMIZERS, SCHEDULES, JobConfig, NamedArguments
+from roost.config import AUTO_CORRECTION, OPTIMIZERS, SCHEDULES, JobConfig, NamedArguments
 from roost.errors import CheckpointMismatchError, InvalidConfigError
 from roost.pipeline.correction_factory import make_correction
 
@@ -73,10 +73,12 @@ class StageOptimizer:
     def step(self, gradients: Mapping[str, Tensor], delay: float = 0.0, norm: float | None = None) -> None:
         """Update the parameters with `gradients` (by name; a parameter without one is skipped), then step the schedule.
 
-        `delay` is the mean delay of the batch's micro-batches, in updates. Gradients are clipped by `norm`, that of the
-        whole model's, or where it is None to this stage's part of the job's clip_norm.
+        `gradients` must share no memory with each other, and are this object's now: clipping changes them in place. `delay` is the
+        mean delay of the batch's micro-batches, in updates. Gradients are clipped by `norm`, that of the whole model's, or where it
+        is None to this stage's part of the job's clip_norm.
         """
-        for name, gradient in self._clipped(gradients, norm).items():
+        self._clip(gradients, norm)
+        for name, gradient in gradients.items():
             self._parameters[name].grad = gradient
         changing = {name: self._parameters[name] for name in gradients}
         self.correction.before_step(changing, self._optimizer)
@@ -129,16 +131,16 @@ class StageOptimizer:
                     hint="Resume with the optimizer and the correction that the checkpoint was made with.",
                 )
 
-    def _clipped(self, gradients: Mapping[str, Tensor], norm: float | None) -> Mapping[str, Tensor]:
+    def _clip(self, gradients: Mapping[str, Tensor], norm: float | None) -> None:
         if self._config.clip_norm == 0 or not gradients:
-            return gradients
-        # As torch.nn.utils.clip_grad_norm_, but not in place: autograd may have given one tensor out twice.
+            return
         if norm is None:
             own = get_total_norm(gradients.values())
             factor: Tensor | float = torch.clamp(self._clip_norm / (own + CLIP_EPSILON), max=1.0)
         else:
             factor = min(self._config.clip_norm / (norm + CLIP_EPSILON), 1.0)
-        return {name: gradient * factor for name, gradient in gradients.items()}
+        for gradient in gradients.values():
+            gradient.mul_(factor)
 
     @contextmanager
     def _scaled_rate(self, factor: float) -> Iterator[None]:
@@ -174,7 +176,8 @@ class StageOptimizer:
 def check_optimizer(config: JobConfig) -> None:
     """Raise InvalidConfigError, with torch's own message, if optimizer or schedule cannot be built and stepped."""
     parameter = Parameter(torch.zeros(1))
-    optimizer = build_optimizer([parameter], make_correction(config).arguments(config.optimizer))
+    arguments = config.optimizer if config.correction == AUTO_CORRECTION else make_correction(config).arguments(config.optimizer)
+    optimizer = build_optimizer([parameter], arguments)
     schedule = None if config.schedule is None else _build_schedule(optimizer, config.schedule)
     parameter.grad = torch.zeros(1)
     _call(config.optimizer, optimizer.step)

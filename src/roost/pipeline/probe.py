@@ -12,15 +12,16 @@ import psutil
 import torch
 from torch.nn import functional
 
-from roost.pipeline.allocator import keep_freed_memory
+from roost.pipeline.precision import computing
 
-_MATMUL_SIZE = {"cpu": 512}
+_MATMUL_SIZE = {"float32": 512, "bf16": 256}
 _MATMUL_SIZE_ACCELERATOR = 4096
-_IMAGES = {"cpu": 1}
+_IMAGE_SIZE = {"float32": 56, "bf16": 28}
+"""On a CPU less is computed in bfloat16: one without instructions for it takes tens of times as long as in float32."""
+_IMAGE_SIZE_ACCELERATOR = 56
 _IMAGES_ACCELERATOR = 256
 _CHANNELS = 64
 _KERNEL = 3
-_IMAGE_SIZE = 56
 """A 3x3 convolution of 64 channels at 56 x 56: the shape of ResNet's first blocks."""
 _MIN_RUNS = 3
 _MOST_STRETCHED = 3.0
@@ -39,7 +40,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSpeed:
-    """Probe results, float32."""
+    """Probe results, for one precision."""
 
     matmul_flop_per_s: float
     convolution_flop_per_s: float
@@ -47,22 +48,21 @@ class ComputeSpeed:
     """Geometric mean of the two."""
 
 
-def measure(threads: int, device: torch.device | str = "cpu", budget_s: float = 1.0) -> ComputeSpeed:
-    """Return the speed of `device` with that many CPU threads: the fastest of the float32 runs that fit in `budget_s`.
+def measure(threads: int, device: torch.device | str = "cpu", budget_s: float = 1.0, precision: str = "float32") -> ComputeSpeed:
+    """Return the speed of `device` with that many CPU threads in `precision`: the fastest of the runs that fit in `budget_s`.
 
-    The fastest, since speeds are compared between machines, and what disturbs a run says nothing about the machine. The
-    process keeps freed memory from now on (`keep_freed_memory`): so it is measured in the state in which it trains.
+    `precision` is one of roost.config.PRECISIONS, and one that the device can compute in (`can_compute`).
+    The fastest, since speeds are compared between machines, and what disturbs a run says nothing about the machine.
     The process's number of threads is put back afterwards. A slow machine takes longer: at least 3 runs of each kind.
     """
-    keep_freed_memory()
     place = torch.device(device)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        with torch.no_grad():
+        with torch.no_grad(), computing(precision, place):
             clock = _clock(threads, place)
-            multiply, multiplications = _matmul(place)
-            convolve, convolutions = _convolution(place)
+            multiply, multiplications = _matmul(place, precision)
+            convolve, convolutions = _convolution(place, precision)
             # In turn, so that both see the machine at the same moments.
             times = _times((multiply, convolve), place, budget_s, clock)
             matmul, convolution = multiplications / min(times[0]), convolutions / min(times[1])
@@ -128,17 +128,18 @@ def free_memory_bytes(device: torch.device | str = "cpu") -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _matmul(device: torch.device) -> tuple[Callable[[], object], float]:
+def _matmul(device: torch.device, precision: str) -> tuple[Callable[[], object], float]:
     """Return a matrix multiplication and its operations."""
-    size = _MATMUL_SIZE.get(device.type, _MATMUL_SIZE_ACCELERATOR)
+    size = _MATMUL_SIZE[precision] if device.type == "cpu" else _MATMUL_SIZE_ACCELERATOR
     left = torch.full((size, size), 0.5, device=device)
     right = torch.full((size, size), 0.5, device=device)
     return lambda: left @ right, 2.0 * size**3
 
 
-def _convolution(device: torch.device) -> tuple[Callable[[], object], float]:
+def _convolution(device: torch.device, precision: str) -> tuple[Callable[[], object], float]:
     """Return a convolution and its operations."""
-    images = torch.full((_IMAGES.get(device.type, _IMAGES_ACCELERATOR), _CHANNELS, _IMAGE_SIZE, _IMAGE_SIZE), 0.5, device=device)
+    count, size = (1, _IMAGE_SIZE[precision]) if device.type == "cpu" else (_IMAGES_ACCELERATOR, _IMAGE_SIZE_ACCELERATOR)
+    images = torch.full((count, _CHANNELS, size, size), 0.5, device=device)
     weight = torch.full((_CHANNELS, _CHANNELS, _KERNEL, _KERNEL), 0.5, device=device)
     return lambda: functional.conv2d(images, weight, padding=1), 2.0 * images.numel() * _CHANNELS * _KERNEL**2
 

@@ -49,6 +49,14 @@ class RunnableProgram(Protocol):
         """The values that carry a gradient."""
 
     @property
+    def changed_tensors(self) -> frozenset[str]:
+        """Names among `tensors` of those that a training forward changes in place (batch-norm statistics)."""
+
+    @property
+    def changed_values(self) -> frozenset[int]:
+        """The received values that a training forward changes in place."""
+
+    @property
     def draws_random(self) -> bool:
         """True if a training forward draws random numbers (dropout)."""
 

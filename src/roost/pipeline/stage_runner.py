@@ -16,6 +16,7 @@ from roost.config import JobConfig
 from roost.errors import NonFiniteLossError, ProtocolError, StageFailedError
 from roost.pipeline.corrections import Correction, mean_delay
 from roost.pipeline.optimizer import StageOptimizer
+from roost.pipeline.precision import computing
 from roost.pipeline.program_interface import DATA_SOURCE, RunnableProgram
 from roost.pipeline.random_state import ForwardRandomness
 from roost.pipeline.tensor_bytes import dtype_name
@@ -54,18 +55,37 @@ class EvaluateResult:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _InFlight:
-    """What the backward of a micro-batch needs. Edges, not tensors: a sent value is kept only if the graph needs it."""
+class _Recorded:
+    """A forward as autograd recorded it. Edges, not tensors: a sent value is kept only if the graph needs it."""
 
-    micro_batch: MicroBatch
-    updates: int
-    """Updates applied here before its forward."""
-    version: WeightVersion
     received: dict[int, Tensor]
     """Leaves for the received values that carry a gradient."""
     edges: dict[int, GradientEdge]
     """Where the gradients of sent values enter the graph; on the last stage the loss alone."""
     loss: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Repeatable:
+    """What a forward that kept nothing else needs to be run again."""
+
+    values: dict[int, Tensor]
+    """All received values as they were before it."""
+    tensors: dict[str, Tensor]
+    """Copies of the tensors that it changes, as they were before it: the second run changes these."""
+    rng_state: Tensor | None
+    """The state of the generator that it was given; None as well if it draws nothing."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _InFlight:
+    """What the backward of a micro-batch needs."""
+
+    micro_batch: MicroBatch
+    updates: int
+    """Updates applied here before its forward."""
+    version: WeightVersion
+    forward: _Recorded | _Repeatable
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -77,18 +97,13 @@ class _BatchGradients:
     delays: list[int] = field(default_factory=list)
     """Per micro-batch: updates of this stage between its forward and this batch's update."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    own: set[str] = field(default_factory=set)
-    """Names whose sum is a tensor made here, so that it may change in place: autograd gives some gradients out twice."""
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add a gradient in the order of the micro-batches, as accumulation in one process does."""
-        if name not in self.sums:
-            self.sums[name] = gradient
-        elif name in self.own:
+        """Add a gradient, which becomes this record's own, in the order of the micro-batches."""
+        if name in self.sums:
             self.sums[name].add_(gradient)
         else:
-            self.sums[name] = self.sums[name] + gradient
-            self.own.add(name)
+            self.sums[name] = gradient
 
 
 class StageRunner:
@@ -104,13 +119,15 @@ class StageRunner:
         *,
         carries_rng: bool = False,
         parameter_share: float = 1.0,
+        recompute: bool = False,
     ) -> None:
         """Build a stage of `tensors` (owned and shared, by name), which become the runner's own and change in place.
 
         `share` is the fraction of the data this cluster consumes; `carries_rng` says that a later stage draws random
-        numbers; `parameter_share` is this stage's fraction of the model's trainable elements. Raises StageFailedError for a
-        tensor that is missing or differs from the program's record, and InvalidConfigError for an optimizer, schedule or
-        correction that cannot work.
+        numbers; `parameter_share` is this stage's fraction of the model's trainable elements. With `recompute` a micro-batch in
+        flight keeps the values it came with instead of its activations, and its forward runs a second time just before its backward
+        (arXiv 1604.06174, with one segment per stage). Raises StageFailedError for a tensor that is missing or differs from the
+        program's record, and InvalidConfigError for an optimizer, schedule or correction that cannot work.
         """
         _check_tensors(program, tensors)
         self._program = program
@@ -125,6 +142,8 @@ class StageRunner:
         self._delay = 0.0  # mean delay of the last batch that was applied
         self._predicted: dict[str, Tensor] | None = None  # weights for forwards, until weights change
         self._flush = config.mode == "sync"
+        self._recompute = recompute
+        self._precision = config.precision
         self._waiting_averages: list[tuple[dict[str, Tensor], ...]] = []  # average and snapshot of each
         self._random = ForwardRandomness(stage=program.index, draws=program.draws_random, carries=carries_rng, device=self._device)
         self._sent = frozenset(number for numbers in program.sends.values() for number in numbers)
@@ -172,27 +191,20 @@ class StageRunner:
         """
         if mb.number in self._in_flight:
             raise ProtocolError(f"stage {self._program.index}: micro-batch {mb.number} is in flight already")
-        arguments, received = self._leaves(values)
+        arguments = {value: tensor.to(self._device) for value, tensor in values.items()}
         predicted = self._predicted_weights()
-        with (
-            torch.enable_grad(),
-            self._failing(mb.number, "forward"),
-            self._random.forward(mb.seed, rng_state),
-            self._versions.forward(predicted) as tensors,
-        ):
-            produced = self._program.run(arguments, tensors, training=True)
+        repeatable = self._repeatable(arguments, rng_state) if self._recompute else None
+        leaves = self._leaves(arguments)
+        # With a gradient in either case: some kernels (the LSTM's) round otherwise without one.
+        with torch.enable_grad(), self._running(mb, rng_state, "forward"), self._versions.forward(predicted) as tensors:
+            produced = self._program.run({**arguments, **leaves}, tensors, training=True)
         loss = self._loss_of(produced)
         number = float(loss.detach()) if loss is not None else None
         if number is not None and not math.isfinite(number):
             raise NonFiniteLossError(f"the loss of micro-batch {mb.number} (batch {mb.batch}) is {number} on stage {self._program.index}")
-        edges = {
-            value: get_gradient_edge(produced[value])
-            for value in self._sent & self._program.differentiable
-            if produced[value].requires_grad
-        }
-        self._in_flight[mb.number] = _InFlight(
-            micro_batch=mb, updates=self._updates, version=self._versions.take(predicted), received=received, edges=edges, loss=loss
-        )
+        forward = repeatable if repeatable is not None else self._recorded(leaves, produced)
+        version = self._versions.take(predicted)
+        self._in_flight[mb.number] = _InFlight(micro_batch=mb, updates=self._updates, version=version, forward=forward)
         outputs = {value: produced[value].detach() for value in self._sent}
         return ForwardResult(outputs=outputs, rng_state=self._random.after, loss=number)
 
@@ -208,17 +220,18 @@ class StageRunner:
         if flight is None:
             raise ProtocolError(f"stage {self._program.index}: micro-batch {number} goes backward but is not in flight")
         self._versions.release(flight.version)
-        with self._failing(number, "backward"):
-            by_name, by_value = self._differentiate(flight, gradients)
+        recorded = flight.forward if isinstance(flight.forward, _Recorded) else self._run_again(flight, flight.forward)
         batch = self._batches.setdefault(flight.micro_batch.batch, _BatchGradients())
+        sums: dict[str, Tensor] = {} if self._correction.compensates else batch.sums
+        with self._failing(number, "backward"):
+            by_value = self._differentiate(flight, recorded, gradients, sums)
         batch.micro_batches += 1
         batch.samples += flight.micro_batch.samples
         # No update comes between a backward and its own batch's update: batches end in order, and each is applied at once.
         batch.delays.append(self._updates - flight.updates)
         if self._correction.compensates:
-            by_name = self._compensated(by_name, flight)
-        for name, gradient in by_name.items():
-            batch.add(name, gradient)
+            for name, gradient in self._compensated(sums, flight).items():
+                batch.add(name, gradient)
         return {
             source: {value: by_value[value] for value in values if value in by_value}
             for source, values in self._program.receives.items()
@@ -271,7 +284,7 @@ class StageRunner:
         Raises StageFailedError, and NonFiniteLossError on the last stage if the loss or the metric is no number.
         """
         arguments = {value: tensor.to(self._device) for value, tensor in values.items()}
-        with torch.no_grad(), self._failing(mb.number, "evaluation"):
+        with torch.no_grad(), self._failing(mb.number, "evaluation"), computing(self._precision, self._device):
             produced = self._program.run(arguments, self._versions.current.tensors, training=False)
         weights = {tensor.untyped_storage().data_ptr() for tensor in self._versions.current.tensors.values()}
         # No backward keeps a version alive here, so a value that is itself a weight (tied weights) must be copied.
@@ -330,32 +343,60 @@ class StageRunner:
         if self._optimizer is not None:
             self._optimizer.load_state(tensors)
 
-    def _leaves(self, values: Mapping[int, Tensor]) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        arguments = {value: tensor.to(self._device) for value, tensor in values.items()}
-        received: dict[int, Tensor] = {}
-        for value in arguments.keys() & self._program.differentiable:
-            if arguments[value].is_floating_point():
-                received[value] = arguments[value] = arguments[value].detach().requires_grad_()
-        return arguments, received
+    def _leaves(self, values: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        carrying = (value for value in values.keys() & self._program.differentiable if values[value].is_floating_point())
+        return {value: values[value].detach().requires_grad_() for value in carrying}
 
-    def _differentiate(self, flight: _InFlight, gradients: Mapping[int, Tensor]) -> tuple[dict[str, Tensor], dict[int, Tensor]]:
+    def _recorded(self, leaves: dict[int, Tensor], produced: Mapping[int, Tensor]) -> _Recorded:
+        sent = self._sent & self._program.differentiable
+        edges = {value: get_gradient_edge(produced[value]) for value in sent if produced[value].requires_grad}
+        return _Recorded(received=leaves, edges=edges, loss=self._loss_of(produced))
+
+    def _repeatable(self, values: Mapping[int, Tensor], rng_state: Tensor | None) -> _Repeatable:
+        program, now = self._program, self._versions.current.tensors
+        return _Repeatable(
+            values={value: tensor.clone() if value in program.changed_values else tensor for value, tensor in values.items()},
+            tensors={name: now[name].detach().clone() for name in program.changed_tensors},
+            rng_state=rng_state if program.draws_random else None,
+        )
+
+    def _run_again(self, flight: _InFlight, first: _Repeatable) -> _Recorded:
+        """Run the forward of a micro-batch with the weights, random numbers and buffers of the first time; nothing else changes."""
+        leaves = self._leaves(first.values)
+        with torch.enable_grad(), self._running(flight.micro_batch, first.rng_state, "second forward"):
+            produced = self._program.run({**first.values, **leaves}, {**flight.version.tensors, **first.tensors}, training=True)
+        return self._recorded(leaves, produced)
+
+    def _differentiate(
+        self, flight: _InFlight, recorded: _Recorded, gradients: Mapping[int, Tensor], sums: dict[str, Tensor]
+    ) -> dict[int, Tensor]:
+        """Return the gradients of received values; add those of parameters to `sums`, one by one as autograd finds them.
+
+        So a second micro-batch of a batch needs no second set of gradients, and sums are rounded as in one process.
+        """
         roots: list[GradientEdge] = []
         starts: list[Tensor] = []
-        if flight.loss is not None and flight.loss.requires_grad:
-            roots.append(get_gradient_edge(flight.loss))
-            starts.append(torch.full_like(flight.loss, flight.micro_batch.samples / flight.micro_batch.batch_samples))
-        for value, edge in flight.edges.items():
+        if recorded.loss is not None and recorded.loss.requires_grad:
+            roots.append(get_gradient_edge(recorded.loss))
+            starts.append(torch.full_like(recorded.loss, flight.micro_batch.samples / flight.micro_batch.batch_samples))
+        for value, edge in recorded.edges.items():
             if value in gradients:
                 roots.append(edge)
                 starts.append(gradients[value].to(self._device))
-        leaves = [*(flight.version.tensors[name] for name in self._trainable), *flight.received.values()]
+        weights = {name: flight.version.tensors[name] for name in self._trainable}
+        leaves = [*weights.values(), *recorded.received.values()]
         if not roots or not leaves:
-            return {}, {}
-        found = torch.autograd.grad(roots, leaves, starts, allow_unused=True)
-        split = len(self._trainable)
-        by_name = {name: gradient for name, gradient in zip(self._trainable, found[:split], strict=True) if gradient is not None}
-        by_value = {value: gradient for value, gradient in zip(flight.received, found[split:], strict=True) if gradient is not None}
-        return by_name, by_value
+            return {}
+        for name, total in sums.items():
+            weights[name].grad = total
+        try:
+            torch.autograd.backward(roots, starts, inputs=leaves)
+            sums.update({name: leaf.grad for name, leaf in weights.items() if leaf.grad is not None})
+        finally:
+            # Other micro-batches run with the same leaves.
+            for leaf in weights.values():
+                leaf.grad = None
+        return {value: leaf.grad for value, leaf in recorded.received.items() if leaf.grad is not None}
 
     def _predicted_weights(self) -> dict[str, Tensor]:
         """Return leaves to run forwards on instead of the current weights; the same ones until the weights change."""
@@ -389,6 +430,12 @@ class StageRunner:
         if not self._program.is_last or self._program.loss_value is None:
             return None
         return produced[self._program.loss_value]
+
+    @contextmanager
+    def _running(self, mb: MicroBatch, rng_state: Tensor | None, what: str) -> Iterator[None]:
+        """What surrounds a training forward: its random numbers, its precision, and the error if an operation fails."""
+        with self._failing(mb.number, what), self._random.forward(mb.seed, rng_state), computing(self._precision, self._device):
+            yield
 
     @contextmanager
     def _failing(self, number: int, what: str) -> Iterator[None]:

@@ -45,8 +45,16 @@ def to_buffer(tensor: Tensor, order: tuple[int, ...] = ()) -> memoryview:
 
     Until the bytes are sent the tensor must not change.
     """
-    host = tensor.detach().cpu()
-    flat = (host.permute(order) if order else host).contiguous().reshape(-1)
+    return bytes_of(flattened(tensor.detach().cpu(), order))
+
+
+def flattened(tensor: Tensor, order: tuple[int, ...] = ()) -> Tensor:
+    """Return the elements of `tensor`, (elements,), in that order of its dimensions, without a copy if they lie so in its memory."""
+    return (tensor.permute(order) if order else tensor).contiguous().reshape(-1)
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """Return the bytes of a tensor in host memory, (elements,); they are its own memory."""
     return flat.view(torch.uint8).numpy().data
 
 
@@ -66,7 +74,11 @@ def from_buffer(spec: TensorSpec, buffer: memoryview | bytearray | bytes) -> Ten
         raw = raw.clone()
     if spec.dtype == "bool" and int(raw.max()) > 1:
         raise MalformedMessageError(f"tensor {spec.name!r}: a bool is neither 0 nor 1")
-    elements = raw.view(DTYPES[spec.dtype])
+    return arranged(spec, raw.view(DTYPES[spec.dtype]))
+
+
+def arranged(spec: TensorSpec, elements: Tensor) -> Tensor:
+    """Return `elements`, (elements,), in the shape and the order of dimensions of `spec`; the opposite of `flattened`."""
     if not spec.order:
         return elements.view(spec.shape)
     places = [spec.order.index(dimension) for dimension in range(len(spec.order))]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from roost.config import JobConfig, PlanningConfig, format_bytes
+from roost.config import BYTES_PER_VALUE_BYTE, JobConfig, PlanningConfig, format_bytes
 from roost.errors import PlanningError
 from roost.planning.planner import Planner
 from roost.planning.variations import PoolView
@@ -293,7 +293,7 @@ def _faster_links(planner: Replanner, pool: PoolView, plan: Plan) -> list[tuple[
     lines, hops = [], []
     for cluster in plan.clusters:
         per_sample = cluster.samples_per_s / planner.profile.micro_batch_size
-        flows = [size * per_sample for size in hop_bytes(planner.profile, cluster, planner.options)]
+        flows = [size * per_sample for size in hop_bytes(planner.profile, cluster, planner.config, planner.options)]
         for stage in cluster.stages:
             lines += _line(pool, stage, flows)
         for before, after in zip(cluster.stages, cluster.stages[1:], strict=False):
@@ -302,12 +302,13 @@ def _faster_links(planner: Replanner, pool: PoolView, plan: Plan) -> list[tuple[
     return [(ChangeKind.LINK, line.what, line.faster) for line in chosen if line.use >= IDLE_LINE]
 
 
-def hop_bytes(profile: ModelProfile, cluster: ClusterPlan, options: PlanningConfig) -> list[float]:
+def hop_bytes(profile: ModelProfile, cluster: ClusterPlan, config: JobConfig, options: PlanningConfig) -> list[float]:
     """Return per stage the bytes of values to the next one per micro-batch of the profile, as many of gradients come back.
 
     0 for the last stage.
     """
-    crossing = [profile.units[stage.last_unit - 1].crossing_bytes * options.activation_compression for stage in cluster.stages]
+    compression = options.activation_compression * BYTES_PER_VALUE_BYTE[config.activation_compression]
+    crossing = [profile.units[stage.last_unit - 1].crossing_bytes * compression for stage in cluster.stages]
     return [*crossing[:-1], 0.0]
 
 

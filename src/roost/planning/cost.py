@@ -28,12 +28,16 @@ class UnitCosts:
     micro_batches_per_batch: int
     seconds: Floats
     """Forward and backward on the reference machine."""
+    forward_seconds: Floats
+    """Of these the forward, which a stage that recomputes runs twice."""
     update_seconds: Floats
     """The optimizer's step on the reference machine, once per batch."""
     unmeasured_bytes: Floats
     """Trainable bytes of units whose step was not measured."""
     tensor_bytes: Floats
     trainable_bytes: Floats
+    largest_bytes: Floats
+    """Not a sum: bytes of the largest trainable tensor of unit u; 0 at the end."""
     averaged_bytes: Floats
     saved_bytes: Floats
     """Activations kept for the backward."""
@@ -58,10 +62,12 @@ def unit_costs(profile: ModelProfile, config: JobConfig) -> UnitCosts:
         micro_batch_size=config.micro_batch_size,
         micro_batches_per_batch=-(-config.batch_size // config.micro_batch_size),
         seconds=sums([(unit.forward_s + unit.backward_s) * scale for unit in units]),
+        forward_seconds=sums([unit.forward_s * scale for unit in units]),
         update_seconds=sums([unit.update_s for unit in units]),
         unmeasured_bytes=sums([0 if unit.update_s else unit.trainable_bytes for unit in units]),
         tensor_bytes=sums([unit.tensor_bytes for unit in units]),
         trainable_bytes=sums([unit.trainable_bytes for unit in units]),
+        largest_bytes=np.asarray([*(unit.largest_bytes for unit in units), 0], dtype=np.float64),
         averaged_bytes=sums([sum(tensor.nbytes for tensor in unit.tensors if tensor.averaged) for unit in units]),
         saved_bytes=sums([math.ceil(unit.saved_bytes * scale) for unit in units]),
         crossing_bytes=np.asarray([math.ceil(size * scale) for size in crossing], dtype=np.float64),
@@ -90,4 +96,5 @@ def merge_units(costs: UnitCosts, limit: int) -> tuple[UnitCosts, tuple[int, ...
     places.append(costs.units)
     chosen = np.asarray(places)
     arrays = {name: value[chosen] for name, value in vars(costs).items() if isinstance(value, np.ndarray)}
+    arrays["largest_bytes"] = np.append(np.maximum.reduceat(costs.largest_bytes, chosen[:-1]), 0.0)
     return dataclasses.replace(costs, units=len(places) - 1, **arrays), tuple(places)

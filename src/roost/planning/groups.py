@@ -288,7 +288,9 @@ class GroupSearch:
         assert cuts is not None, "results are of orders that keep their period"
         found = cutter.at(result.order, cuts, clusters, result.period_s)
         other = cutter.balanced(found, clusters)
-        return other if other is not None and other.value >= found.value * (1 - SLACK) else found
+        if other is None or other.value < found.value * (1 - SLACK) or sum(other.recompute) > sum(found.recompute):
+            return found
+        return other
 
     def orders(self, group: Group) -> Orders:
         """Return the orders to try: all for small groups, else plain ones."""

@@ -5,8 +5,10 @@ For a stage with units first .. last-1 that may have F micro-batches in flight:
     parameters and buffers                        tensor_bytes
     + gradients                                   trainable_bytes
     + optimizer state                             k * trainable_bytes      (k: tensors the optimizer keeps per parameter)
+    + what an update holds for a moment           U * largest_bytes        (of one tensor; U = 2, or 1 if the optimizer keeps nothing)
     + older weight versions                       V * trainable_bytes      (V = ceil((F - 1) / micro-batches per batch))
-    + activations kept for the backward           F * saved_bytes
+    + activations kept for the backward           F * saved_bytes; if the stage recomputes
+                                                  F * crossing_bytes before the stage + saved_bytes (of the one that goes backward)
     + values that arrive                          2 * crossing_bytes before the stage (one in use, one arriving);
                                                   at stage 0 two whole batches of inputs and labels
     + values and gradients at the far end         2 * crossing_bytes after the stage
@@ -59,9 +61,13 @@ class MemoryModel:
     optimizer_copies: int
     averaging_copies: int = AVERAGING_COPIES
     """Copies of its averaged tensors that averaging needs; more with compression or an outer optimizer (JobConfig.averaging_copies)."""
-    _matrices: dict[tuple[int, bool], Floats] = field(default_factory=dict)
+    _largest: list[Floats] = field(default_factory=list)
+    """What `_largest_within` has found, once it has."""
+    _matrices: dict[tuple[int, bool, bool], Floats] = field(default_factory=dict)
 
-    def stage_bytes(self, first: npt.ArrayLike, last: npt.ArrayLike, max_in_flight: int, averaging: bool) -> Floats:
+    def stage_bytes(
+        self, first: npt.ArrayLike, last: npt.ArrayLike, max_in_flight: int, averaging: bool, recompute: bool = False
+    ) -> Floats:
         """Return the bytes for units first .. last-1; arrays of first and last units give an array."""
         first, last = np.asarray(first), np.asarray(last)
         costs = self.costs
@@ -71,40 +77,54 @@ class MemoryModel:
 
         copies = 1 + self.optimizer_copies + older_versions(max_in_flight, costs.micro_batches_per_batch)
         arriving = np.where(first == 0, costs.micro_batches_per_batch, 1) * costs.crossing_bytes[first]
-        needed = total(costs.tensor_bytes) + copies * total(costs.trainable_bytes) + max_in_flight * total(costs.saved_bytes)
+        needed = total(costs.tensor_bytes) + copies * total(costs.trainable_bytes)
+        # Adam's root of the second moment and its quotient; and while going backward, a gradient that is not yet added.
+        needed = needed + (2 if self.optimizer_copies else 1) * self._largest_within()[first, last]
+        kept = costs.crossing_bytes[first] if recompute else total(costs.saved_bytes)
+        needed = needed + max_in_flight * kept + (total(costs.saved_bytes) if recompute else 0.0)
         needed = needed + BUFFERED_TRANSFERS * (arriving + costs.crossing_bytes[last])
         if averaging:
             needed = needed + self.averaging_copies * total(costs.averaged_bytes)
         return np.asarray(needed, dtype=np.float64)
 
-    def matrix(self, max_in_flight: int, averaging: bool) -> Floats:
+    def _largest_within(self) -> Floats:
+        """Return the bytes of the largest trainable tensor of units first .. last-1, 0 for none; shape (units + 1, units + 1)."""
+        if not self._largest:
+            count = self.costs.units
+            table = np.zeros((count + 1, count + 1))
+            for first in range(count):
+                table[first, first + 1 :] = np.maximum.accumulate(self.costs.largest_bytes[first:count])
+            self._largest.append(table)
+        return self._largest[0]
+
+    def matrix(self, max_in_flight: int, averaging: bool, recompute: bool = False) -> Floats:
         """Return stage_bytes for every pair, shape (units + 1, units + 1); infinite where last <= first."""
-        key = (max_in_flight, averaging)
+        key = (max_in_flight, averaging, recompute)
         if key not in self._matrices:
             places = np.arange(self.costs.units + 1)
             first, last = places[:, None], places[None, :]
-            self._matrices[key] = np.where(last > first, self.stage_bytes(first, last, max_in_flight, averaging), np.inf)
+            self._matrices[key] = np.where(last > first, self.stage_bytes(first, last, max_in_flight, averaging, recompute), np.inf)
         return self._matrices[key]
 
-    def most_in_flight(self, memory_bytes: npt.ArrayLike, averaging: bool) -> Floats:
+    def most_in_flight(self, memory_bytes: npt.ArrayLike, averaging: bool, recompute: bool = False) -> Floats:
         """Return the most micro-batches in flight that fit in `memory_bytes`, for every pair, at most IN_FLIGHT_LIMIT; 0: none fits.
 
-        Shape: that of `memory_bytes`, then (units + 1, units + 1). The bytes grow with every micro-batch in flight by its
-        activations, and with every m-th by a weight version: so whole cycles of m are counted first, then the rest.
+        Shape: that of `memory_bytes`, then (units + 1, units + 1). The bytes grow with every micro-batch in flight by what it keeps,
+        and with every m-th by a weight version: so whole cycles of m are counted first, then the rest.
         """
         costs, m = self.costs, self.costs.micro_batches_per_batch
-        saved = costs.saved_bytes[None, :] - costs.saved_bytes[:, None]
+        saved = costs.crossing_bytes[:, None] if recompute else costs.saved_bytes[None, :] - costs.saved_bytes[:, None]
         version = costs.trainable_bytes[None, :] - costs.trainable_bytes[:, None]
-        left = np.asarray(memory_bytes, dtype=np.float64)[..., None, None] - self.matrix(1, averaging)
+        left = np.asarray(memory_bytes, dtype=np.float64)[..., None, None] - self.matrix(1, averaging, recompute)
         with np.errstate(divide="ignore", invalid="ignore"):
-            cycles = np.floor(left / (m * saved + version))
-            cycles = np.where(np.isfinite(cycles), cycles, IN_FLIGHT_LIMIT)
-            cycles = np.clip(cycles, 0, IN_FLIGHT_LIMIT)
-            rest = left - cycles * (m * saved + version) - version
-            more = np.floor(rest / saved)
-            more = np.where(np.isfinite(more), more, m - 1)
-        more = np.where(rest < 0, 0, np.clip(more, 0, m - 1))
-        return np.where(left >= 0, np.minimum(1 + cycles * m + more, IN_FLIGHT_LIMIT), 0.0)
+            # Of bytes that do not grow the number is infinite, or none at all (0 / 0), which fmin leaves out.
+            cycles = np.maximum(np.fmin(np.floor(left / (m * saved + version)), IN_FLIGHT_LIMIT), 0)
+            most = 1 + cycles * m
+            if m > 1:
+                rest = left - cycles * (m * saved + version) - version
+                more = np.maximum(np.fmin(np.floor(rest / saved), m - 1), 0)
+                most += np.where(rest < 0, 0, more)
+        return np.where(left >= 0, np.minimum(most, IN_FLIGHT_LIMIT), 0.0)
 
     def least_for_units(self, averaging: bool) -> Floats:
         """Return for every unit the bytes of the smallest stage that holds it with one micro-batch in flight, shape (units,)."""

@@ -74,6 +74,8 @@ class Planner:
     """For the cuts of the chosen clusters: over all units, or in very large pools over some merged ones."""
     places: tuple[int, ...]
     """First unit of each unit of `final`, and the end."""
+    unable: tuple[str, ...] = ()
+    """Nodes whose devices cannot compute in the job's precision."""
 
     @classmethod
     def of(
@@ -84,13 +86,25 @@ class Planner:
         config: JobConfig,
         options: PlanningConfig,
     ) -> Planner:
-        """Return the planner of a pool; the order of `nodes` and `links` does not matter."""
+        """Return the planner of a pool; the order of `nodes` and `links` does not matter.
+
+        Nodes that cannot compute in the job's precision are left out. Raises EmptyPoolError if no node is left.
+        """
         pool = tuple(sorted(nodes, key=lambda node: node.node_id))
         names = [node.node_id for node in pool]
         if len(set(names)) != len(names):
             raise InvalidConfigError(f"two nodes have the same name: {names}", hint="Give every node a name of its own (--name).")
         if not pool:
             raise EmptyPoolError("no node has joined")
+        if config.precision == "bf16":
+            pool = tuple(dataclasses.replace(node, flop_per_s=node.bf16_flop_per_s) for node in pool if node.bf16_flop_per_s)
+        unable = tuple(name for name in names if name not in {node.node_id for node in pool})
+        if not pool:
+            raise EmptyPoolError(
+                f"no node can compute in {config.precision}: not {', '.join(unable)}",
+                hint="Train with precision='float32', or let a node join whose device has bfloat16.",
+            )
+        names = [node.node_id for node in pool]
         ordered = sorted(links, key=lambda link: (link.source, link.target, link.bytes_per_s, link.latency_s))
         # Links to nodes that are not in the pool still tell what a node's line carries.
         others = sorted({end for link in ordered for end in (link.source, link.target)}.difference(names))
@@ -104,7 +118,7 @@ class Planner:
         limit = next(units for most, units in SEARCHED_UNITS if len(pool) <= most)
         merged = merge_units(last, limit)[0]
         coarse = final if merged.units == last.units else _cutter(pool, network, merged, config, options)
-        return cls(profile=profile, config=config, fine=fine, coarse=coarse, final=final, places=places)
+        return cls(profile=profile, config=config, fine=fine, coarse=coarse, final=final, places=places, unable=unable)
 
     @property
     def pool(self) -> tuple[NodeProfile, ...]:
@@ -121,7 +135,7 @@ class Planner:
         """Return the best plan found, None if the nodes together are too small. Raises what `check` does."""
         self.check()
         found = self.search(rng)
-        return None if found is None else write_plan(self.profile, self.fine, self.exact_cuts(found))
+        return None if found is None else write_plan(self.profile, self.fine, self.exact_cuts(found), unable=self.unable)
 
     def search(self, rng: random.Random) -> list[tuple[int, ...]] | None:
         """Return the orders of the clusters of the best plan found; None if none respects memory and bounds."""

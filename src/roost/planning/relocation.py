@@ -154,7 +154,8 @@ class Forecast:
     def write(self, layouts: Sequence[Layout]) -> Plan:
         """Return the plan with these clusters; every one of them must be able to run."""
         cuts = [found for layout in layouts if (found := self.predict(layout, len(layouts))) is not None]
-        return write_plan(self.planner.profile, self.planner.fine, cuts, unused_because=NOT_WORTH_MOVING)
+        planner = self.planner
+        return write_plan(planner.profile, planner.fine, cuts, unable=planner.unable, unused_because=NOT_WORTH_MOVING)
 
     # ------------------------------------------------------------ lines between nodes, and to the requester
 

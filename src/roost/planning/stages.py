@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +69,8 @@ class ClusterCut:
     """Largest staleness at any stage, in updates: older weight versions of the first."""
     value: float
     """Samples per second, less what staleness and absent nodes take from them (docs/planning.md)."""
+    recompute: tuple[bool, ...]
+    """Stages that run their forward again before the backward: those whose activations do not fit as often as they need it."""
     compute_s: tuple[float, ...]
     send_s: tuple[float, ...]
     limits: tuple[Limit, ...]
@@ -89,11 +92,13 @@ class PeriodProbe:
     compute: Floats
     """Seconds by [node, first, last]."""
     limit: Floats
-    """Longest round trip that the micro-batches which fit in memory hide, by [node, first, last]; -1 if the stage is too slow."""
+    """Longest round trip that the micro-batches which fit in memory hide, by [node, first, last]; negative if the stage is too slow."""
     hop: Floats
     """Seconds there and back by [node, next node, first unit of the next]; infinite if too slow."""
     first_limit: float
     """Longest round trip from a first stage."""
+    again: tuple[Floats, Floats] | None = None
+    """`compute` and `limit` of stages that recompute; None where that hides no longer round trip."""
 
     def tail(self, orders: Orders, tail: Floats | None, *, first: bool) -> Floats:
         """Return the shortest round trip from the first node of each order to the last, by its first unit.
@@ -109,14 +114,25 @@ class PeriodProbe:
             return np.where(compute <= limit, compute, np.inf)
         beyond = self.hop[nodes, orders[:, 1]] + tail
         if first:
-            need = self.compute[nodes, 0] + beyond
-            need[need > np.minimum(self.limit[nodes, 0], self.first_limit)] = np.inf
-            return np.asarray(need.min(axis=1)[:, None])
-        need = self.compute[nodes] + beyond[:, None, :]
-        need[need > self.limit[nodes]] = np.inf
-        shortest = need.min(axis=2)
+            return np.asarray(self.trips(np.s_[nodes, 0], beyond, self.first_limit).min(axis=1)[:, None])
+        shortest = self.trips(np.s_[nodes], beyond[:, None, :], None).min(axis=2)
         shortest[:, 0] = np.inf
         return np.asarray(shortest)
+
+    def trips(self, stages: Any, beyond: Floats, longest: float | None) -> Floats:
+        """Return the round trips from some stages, an index of the tables, with `beyond` behind them.
+
+        Infinite for stages whose memory does not hide it, or if it is over `longest`. A stage that fits both ways does not recompute:
+        the shorter round trip needs less in flight before it.
+        """
+
+        def hidden(compute: Floats, limit: Floats) -> Floats:
+            need: Floats = compute[stages] + beyond
+            need[need > (limit[stages] if longest is None else np.minimum(limit[stages], longest))] = np.inf
+            return need
+
+        kept = hidden(self.compute, self.limit)
+        return kept if self.again is None else np.minimum(kept, hidden(*self.again), out=kept)
 
     def round_trips(self, orders: Orders) -> Floats:
         """Return the shortest round trip of each order, shape (orders,); infinite if it cannot keep the period."""
@@ -137,9 +153,8 @@ class PeriodProbe:
             return None
         cuts = [0]
         for stage, tail in zip(range(count - 1), reversed(tails[:-1]), strict=True):
-            need = self.compute[stage, cuts[-1]] + self.hop[stage, stage + 1] + tail[0]
-            limit = self.limit[stage, cuts[-1]] if stage else np.minimum(self.limit[0, 0], self.first_limit)
-            cuts.append(int(np.argmin(np.where(need <= limit, need, np.inf))))
+            beyond = self.hop[stage, stage + 1] + tail[0]
+            cuts.append(int(np.argmin(self.trips(np.s_[stage, cuts[-1]], beyond, None if stage else self.first_limit))))
         return (*cuts, units)
 
 
@@ -176,14 +191,20 @@ class StageCutter:
         both = (1 / rate + 1 / rate.T)[:, :, None] * crossing + (latency + latency.T)[:, :, None]
         slowest = crossing / np.minimum(rate, rate.T)[:, :, None]
         longest = period_s * (1 + SLACK)
-        most = tables.most_in_flight[chosen]
-        limit = np.maximum(most, 1.0) * longest
-        limit[(most < 1) | (tables.busy[chosen] > longest)] = -1.0
+        hop = np.where(slowest <= longest, both, np.inf)
+        limit = _hidden(tables, chosen, longest)
+        again = None
+        # No round trip is longer than all stages at this period and all hops together: what hides that much need not recompute.
+        farthest = len(chosen) * longest + float(np.where(np.isfinite(hop), hop, 0.0).max(axis=(1, 2)).sum())
+        if math.isfinite(period_s) and ((limit >= 0) & (limit < farthest)).any():
+            hidden = _hidden(tables.again, chosen, longest)
+            again = (tables.again.compute[chosen], hidden) if (hidden > limit).any() else None
         return PeriodProbe(
             compute=tables.compute[chosen],
             limit=limit,
-            hop=np.where(slowest <= longest, both, np.inf),
+            hop=hop,
             first_limit=math.inf if staleness is None else self._in_flight_at(staleness) * longest,
+            again=again,
         )
 
     def _in_flight_at(self, staleness: int) -> int:
@@ -245,11 +266,34 @@ class StageCutter:
         """Return the period that the cuts found for `period_s` really have: that or less."""
         cuts = self.cuts_at(order, clusters, period_s, staleness)
         assert cuts is not None, "only for a period that the order can keep"
-        tables = self.tables(clusters)
-        trips, hops = self._trips(order, cuts, clusters)
-        busy = max(float(tables.busy[place, cuts[k], cuts[k + 1]]) for k, place in enumerate(order))
+        modes, trips, hops = self._modes(order, cuts, clusters, period_s)
         waiting = max(trip / _needed(trip, period_s) for trip in trips)
-        return max(busy, waiting, SHORTEST_PERIOD_S, *hops)
+        return max(self._busy(order, cuts, clusters, modes), waiting, *hops)
+
+    def _busy(self, order: Sequence[int], cuts: tuple[int, ...], clusters: int, modes: Sequence[bool]) -> float:
+        """Return the longest of terms 1, 3 and 4."""
+        tables = self.tables(clusters)
+        busy = (float(tables.of(modes[k]).busy[place, cuts[k], cuts[k + 1]]) for k, place in enumerate(order))
+        return max(SHORTEST_PERIOD_S, *busy)
+
+    def _modes(
+        self, order: Sequence[int], cuts: tuple[int, ...], clusters: int, period_s: float
+    ) -> tuple[tuple[bool, ...], list[float], list[float]]:
+        """Return which stages must recompute to keep that period, as they have no memory to hide their round trip otherwise.
+
+        And the round trips and flows with these, as `_trips` does.
+        """
+        tables = self.tables(clusters)
+        modes = [False] * len(order)
+        trips, hops = self._trips(order, cuts, clusters, modes)
+        later = 0.0  # what stages further on add by recomputing
+        for k in range(len(order) - 2, -1, -1):
+            stage = (order[k], cuts[k], cuts[k + 1])
+            if math.isfinite(period_s) and _needed(trips[k] + later, period_s) > tables.most_in_flight[stage]:
+                modes[k] = True
+                later += float(tables.again.compute[stage] - tables.compute[stage])
+            trips[k] += later
+        return tuple(modes), trips, hops
 
     # ------------------------------------------------------------ what given cuts reach
 
@@ -260,14 +304,16 @@ class StageCutter:
 
     def at(self, order: Sequence[int], cuts: tuple[int, ...], clusters: int, period_s: float) -> ClusterCut:
         """Return what these cuts reach with as many micro-batches in flight as `period_s` needs."""
-        limits, in_flight, compute, send = self._limits(tuple(order), cuts, clusters, period_s)
+        modes, _, _ = self._modes(order, cuts, clusters, period_s)
+        limits, in_flight, compute, send = self._limits(tuple(order), cuts, clusters, period_s, modes)
         period = max(max(limit.seconds for limit in limits), SHORTEST_PERIOD_S)
         staleness = older_versions(in_flight[0], self.costs.micro_batches_per_batch)
         return ClusterCut(
             nodes=tuple(self.nodes[place] for place in order),
             cuts=cuts,
             in_flight=in_flight,
-            allowed=self._with_headroom(order, cuts, clusters, period, in_flight),
+            allowed=self._with_headroom(order, cuts, clusters, period, in_flight, modes),
+            recompute=modes,
             period_s=period,
             staleness=staleness,
             value=self.value(order, period, staleness),
@@ -277,20 +323,29 @@ class StageCutter:
         )
 
     def _with_headroom(
-        self, order: Sequence[int], cuts: tuple[int, ...], clusters: int, period_s: float, least: tuple[int, ...]
+        self,
+        order: Sequence[int],
+        cuts: tuple[int, ...],
+        clusters: int,
+        period_s: float,
+        least: tuple[int, ...],
+        modes: tuple[bool, ...],
     ) -> tuple[int, ...]:
         """Return the micro-batches that each stage may have in flight: a stage's own compute needs no headroom."""
         tables, rho = self.tables(clusters), self.maker.options.headroom
-        trips, _ = self._trips(order, cuts, clusters)
+        trips, _ = self._trips(order, cuts, clusters, modes)
         allowed = []
         for k, place in enumerate(order):
-            own = float(tables.compute[place, cuts[k], cuts[k + 1]])
-            most = int(tables.most_in_flight[place, cuts[k], cuts[k + 1]])
+            own = float(tables.of(modes[k]).compute[place, cuts[k], cuts[k + 1]])
+            most = int(tables.of(modes[k]).most_in_flight[place, cuts[k], cuts[k + 1]])
             allowed.append(max(least[k], min(most, _needed(own + rho * (trips[k] - own), period_s))))
         return tuple(allowed)
 
     def balanced(self, cut: ClusterCut, clusters: int) -> ClusterCut | None:
-        """Return the cut with the same period and depth that sends least and is most balanced; None if the search finds none."""
+        """Return the cut with the same period and depth that sends least and is most balanced; None if the search finds none.
+
+        Stages recompute where they must, but not where none of `cut` does.
+        """
         order = [self._places()[node.node_id] for node in cut.nodes]
         tables, network, crossing = self.tables(clusters), self.maker.network, self.maker.crossing
         limit = cut.period_s * (1 + SLACK)
@@ -298,14 +353,16 @@ class StageCutter:
         best[0] = 0.0
         choices = []
         for k, place in enumerate(order):
-            compute = tables.compute[place]
-            weight = BALANCE_WEIGHT * compute * (compute / cut.period_s)
-            fits = (tables.busy[place] <= limit) & (tables.most_in_flight[place] >= cut.in_flight[k])
+            weight = np.full(tables.compute[place].shape, np.inf)
+            for ways in (tables.again, tables) if any(cut.recompute) else (tables,):
+                compute = ways.compute[place]
+                fits = (ways.busy[place] <= limit) & (ways.most_in_flight[place] >= cut.in_flight[k])
+                weight = np.where(fits, BALANCE_WEIGHT * compute * (compute / cut.period_s), weight)
             if k < len(order) - 1:
                 there, back = network.rate[place, order[k + 1]], network.rate[order[k + 1], place]
-                fits &= (crossing / min(there, back) <= limit)[None, :]
-                weight = weight + (crossing / there + crossing / back)[None, :]
-            total = best[:, None] + np.where(fits, weight, np.inf)
+                hops = np.where(crossing / min(there, back) <= limit, crossing / there + crossing / back, np.inf)
+                weight = weight + hops[None, :]
+            total = best[:, None] + weight
             choices.append(np.argmin(total, axis=0))
             best = np.min(total, axis=0)
         if not np.isfinite(best[-1]):
@@ -321,25 +378,38 @@ class StageCutter:
     def predict(self, nodes: Sequence[NodeProfile], cuts: tuple[int, ...], clusters: int) -> ClusterCut | None:
         """Return the best that `nodes` in this order reach with the model cut there; None if their memory does not suffice.
 
-        The period is the least at which every stage has the memory for the micro-batches it needs in flight, unless
-        a little longer one with less staleness is worth more.
+        The period is the least at which every stage has the memory for the micro-batches it needs in flight, if need be by
+        recomputing, unless a little longer one with less staleness is worth more.
         """
         order = tuple(self._places()[node.node_id] for node in nodes)
         tables = self.tables(clusters)
-        stages = [(place, cuts[k], cuts[k + 1]) for k, place in enumerate(order)]
-        most = [int(tables.most_in_flight[stage]) for stage in stages]
-        if min(most) < 1:
+        if min(int(tables.most_in_flight[place, cuts[k], cuts[k + 1]]) for k, place in enumerate(order)) < 1:
             return None
-        m = self.costs.micro_batches_per_batch
-        trips, hops = self._trips(order, cuts, clusters)
-        waiting = [trip / bound for trip, bound in zip(trips, most, strict=True)]
-        least = max(SHORTEST_PERIOD_S, *(float(tables.busy[stage]) for stage in stages), *hops, *waiting)
-        candidates = [least]
-        unbounded = older_versions(_needed(trips[0], least), m)
-        candidates += [max(least, trips[0] / self._in_flight_at(staleness)) for staleness in range(unbounded)]
+        candidates = [self._least_period(order, cuts, clusters, None)]
+        _, trips, _ = self._modes(order, cuts, clusters, candidates[0])
+        unbounded = older_versions(_needed(trips[0], candidates[0]), self.costs.micro_batches_per_batch)
+        candidates += [self._least_period(order, cuts, clusters, staleness) for staleness in range(unbounded)]
         return max((self.at(order, cuts, clusters, period) for period in candidates), key=lambda cut: (cut.value, -cut.staleness))
 
-    def _trips(self, order: Sequence[int], cuts: tuple[int, ...], clusters: int) -> tuple[list[float], list[float]]:
+    def _least_period(self, order: Sequence[int], cuts: tuple[int, ...], clusters: int, staleness: int | None) -> float:
+        """Return the least period of these cuts, whose stages all fit, to EXACT; `staleness` caps what the first one keeps in flight.
+
+        A shorter period needs more in flight, so the stages that must recompute to keep it only become more.
+        """
+        modes, trips, hops = self._modes(order, cuts, clusters, math.inf)
+        best = tried = math.inf
+        while True:
+            most = [int(self.tables(clusters).of(modes[k]).most_in_flight[place, cuts[k], cuts[k + 1]]) for k, place in enumerate(order)]
+            if staleness is not None:
+                most[0] = min(most[0], self._in_flight_at(staleness))
+            waiting = [trip / bound if bound else math.inf for trip, bound in zip(trips, most, strict=True)]
+            reached = max(self._busy(order, cuts, clusters, modes), *hops, *waiting)
+            if reached >= tried:
+                return best
+            best, tried = reached, reached * (1 - EXACT)
+            modes, trips, hops = self._modes(order, cuts, clusters, tried)
+
+    def _trips(self, order: Sequence[int], cuts: tuple[int, ...], clusters: int, modes: Sequence[bool]) -> tuple[list[float], list[float]]:
         """Return the round trip from every stage (term 5), and the seconds of every flow (term 2)."""
         tables, network = self.tables(clusters), self.maker.network
         trips, hops, trip = [], [], 0.0
@@ -349,22 +419,22 @@ class StageCutter:
                 for ends in ((order[k], order[k + 1]), (order[k + 1], order[k])):
                     hops.append(size / float(network.rate[ends]))
                     trip += float(network.latency[ends]) + hops[-1]
-            trip += float(tables.compute[order[k], cuts[k], cuts[k + 1]])
+            trip += float(tables.of(modes[k]).compute[order[k], cuts[k], cuts[k + 1]])
             trips.append(trip)
         return trips[::-1], hops
 
     def _limits(
-        self, order: tuple[int, ...], cuts: tuple[int, ...], clusters: int, period_s: float
+        self, order: tuple[int, ...], cuts: tuple[int, ...], clusters: int, period_s: float, modes: tuple[bool, ...]
     ) -> tuple[list[Limit], tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
         """Return what bounds the period, slowest first, and per stage the micro-batches in flight, compute and sending seconds."""
         tables, network, names = self.tables(clusters), self.maker.network, [self.nodes[place].node_id for place in order]
-        trips, _ = self._trips(order, cuts, clusters)
+        trips, _ = self._trips(order, cuts, clusters, modes)
         copied = self.maker.averaging_copies(clusters)
         in_flight = tuple(_needed(trip, period_s) for trip in trips)
         limits: list[Limit] = []
         compute, send = [], []
         for k, (place, name) in enumerate(zip(order, names, strict=True)):
-            compute.append(float(tables.compute[place, cuts[k], cuts[k + 1]]))
+            compute.append(float(tables.of(modes[k]).compute[place, cuts[k], cuts[k + 1]]))
             rate = self.nodes[place].memory_bytes_per_s
             averaging = float(copied[cuts[k + 1]] - copied[cuts[k]]) / rate if rate else 0.0
             limits.append(Limit(seconds=compute[-1] + averaging, node_id=name, kind="compute", name=f"compute of {name}"))
@@ -385,6 +455,16 @@ class StageCutter:
         # Of equals the first is named, and a round trip last.
         limits.sort(key=lambda limit: -limit.seconds * (1 - SLACK if limit.kind == "round trip" else 1))
         return limits, in_flight, tuple(compute), (*send, 0.0)
+
+
+def _hidden(tables: StageTables, nodes: Places, longest: float) -> Floats:
+    """Return the longest round trip that the micro-batches which fit in memory hide at a period, by [node, first, last].
+
+    Negative for a stage that does not fit, or is busy for longer than the period.
+    """
+    limit: Floats = tables.periods_hidden[nodes] * longest
+    limit[tables.busy[nodes] > longest] = -1.0
+    return limit
 
 
 def _needed(trip_s: float, period_s: float) -> int:

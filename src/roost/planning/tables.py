@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from roost.config import BYTES_PER_AVERAGED_BYTE, JobConfig, PlanningConfig
+from roost.config import BYTES_PER_AVERAGED_BYTE, BYTES_PER_VALUE_BYTE, JobConfig, PlanningConfig
 from roost.planning.cost import Floats, UnitCosts
 from roost.planning.memory import MemoryModel
 from roost.planning.network import Network
@@ -40,6 +40,23 @@ class StageTables:
     """Seconds per micro-batch of the slowest of compute, uplink and downlink (terms 1, 3 and 4)."""
     most_in_flight: Floats
     """Micro-batches in flight that fit in the node's memory and the job's bound; 0 if none."""
+    make_again: Callable[[], StageTables] | None = None
+    """Makes the same for stages that recompute; None in those."""
+
+    @cached_property
+    def again(self) -> StageTables:
+        """The tables of stages that recompute, made when first asked for: where memory is plenty they are not."""
+        assert self.make_again is not None, "stages recompute once"
+        return self.make_again()
+
+    @cached_property
+    def periods_hidden(self) -> Floats:
+        """Periods that the longest round trip may last for memory to hide it: `most_in_flight`, but -1 where none fits."""
+        return np.where(self.most_in_flight < 1, -1.0, self.most_in_flight)
+
+    def of(self, recompute: bool) -> StageTables:
+        """Return the tables of stages that recompute, or of those that do not."""
+        return self.again if recompute else self
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,21 +77,32 @@ class TableMaker:
         chosen = np.asarray(places, dtype=np.intp)
         uplink = shared_line(sent, averaged, self.network.up[chosen])
         downlink = shared_line(received, averaged, self.network.down[chosen])
-        most = self.memory.most_in_flight([node.memory_bytes for node in nodes], clusters > 1)
-        if self.config.max_in_flight:
-            most = np.minimum(most, self.config.max_in_flight)
+        lines = np.maximum(uplink, downlink)
         impossible = ~np.triu(np.ones(compute.shape[1:], dtype=bool), k=1)
         copied = self.averaging_copies(clusters)
         memory_s = np.asarray([1 / node.memory_bytes_per_s if node.memory_bytes_per_s else 0.0 for node in nodes])
-        busy = np.maximum(np.maximum(compute + (copied[None, :] - copied[:, None]) * memory_s[:, None, None], uplink), downlink)
-        compute[:, impossible] = 0.0
-        busy[:, impossible] = np.inf
-        return StageTables(compute=compute, busy=busy, most_in_flight=most)
+        averaging = (copied[None, :] - copied[:, None]) * memory_s[:, None, None]
+
+        def made(compute: Floats, make_again: Callable[[], StageTables] | None) -> StageTables:
+            most = self.memory.most_in_flight([node.memory_bytes for node in nodes], clusters > 1, recompute=make_again is None)
+            if self.config.max_in_flight:
+                most = np.minimum(most, self.config.max_in_flight)
+            busy = np.maximum(compute + averaging, lines)
+            compute[:, impossible] = 0.0
+            busy[:, impossible] = np.inf
+            return StageTables(compute=compute, busy=busy, most_in_flight=most, make_again=make_again)
+
+        return made(compute, lambda: made(compute + self._forward(nodes), None))
 
     @cached_property
     def crossing(self) -> Floats:
-        """Bytes on the wire that cross the cut before each unit, shape (units + 1,)."""
-        return np.asarray(self.costs.crossing_bytes * self.options.activation_compression, dtype=np.float64)
+        """Bytes on the wire that cross the cut before each unit, by the planner's options and the job's codec, shape (units + 1,).
+
+        The codec is not for the data that the first stage receives.
+        """
+        codec = np.full(self.costs.crossing_bytes.shape, BYTES_PER_VALUE_BYTE[self.config.activation_compression])
+        codec[0] = 1.0
+        return np.asarray(self.costs.crossing_bytes * self.options.activation_compression * codec, dtype=np.float64)
 
     def sent_bytes(self) -> Floats:
         """Return the bytes per micro-batch that a stage sends to its neighbours, by [first, last]."""
@@ -123,6 +151,12 @@ class TableMaker:
         """Return the bytes per micro-batch and per averaged byte that a ring of that many members sends."""
         updates = self.config.planned_interval * self.costs.micro_batches_per_batch
         return 2 * (clusters - 1) / clusters * self.averaging_compression / updates
+
+    def _forward(self, nodes: Sequence[NodeProfile]) -> Floats:
+        """Return the seconds per micro-batch of a stage's forward alone, by [node, first, last]."""
+        forward = self.costs.forward_seconds
+        ratio = np.asarray([self.costs.reference_flop_per_s / node.flop_per_s for node in nodes])
+        return np.asarray((forward[None, :] - forward[:, None]) * ratio[:, None, None], dtype=np.float64)
 
     def _compute(self, nodes: Sequence[NodeProfile]) -> Floats:
         costs, memory = self.costs, self.memory

@@ -23,22 +23,25 @@ NO_GAIN = "no cluster would gain from it, so using it would not raise the predic
 """Why a node that could hold a stage is a backup."""
 
 
-def write_plan(profile: ModelProfile, cutter: StageCutter, clusters: Sequence[ClusterCut], *, unused_because: str = NO_GAIN) -> Plan:
+def write_plan(
+    profile: ModelProfile,
+    cutter: StageCutter,
+    clusters: Sequence[ClusterCut],
+    *,
+    unable: Sequence[str] = (),
+    unused_because: str = NO_GAIN,
+) -> Plan:
     """Return the plan of these clusters, cut over all units of `profile`; nodes of the pool that are in none become backups.
 
-    `unused_because` says for people why those of them are that could hold a stage.
+    `unused_because` says for people why those of them are that could hold a stage. `unable` are further nodes, which cannot compute in
+    the job's precision: backups of nothing.
     """
     shared = shares_of_cores(cutter, clusters)
     periods = [cut.period_s / share for cut, share in zip(clusters, shared, strict=True)]
     rates = [cutter.costs.micro_batch_size / period for period in periods]
     network = cutter.maker.network
     segments = make_segments(profile, clusters, network)
-    piped = {
-        node.node_id: cutter.maker.line_bytes(cut.cuts[k], cut.cuts[k + 1], 1)[0] / period
-        for cut, period in zip(clusters, periods, strict=True)
-        for k, node in enumerate(cut.nodes)
-    }
-    round_s = round_seconds(segments, network, piped, cutter.maker.averaging_compression)
+    round_s = round_seconds(segments, network, _piped(cutter, clusters, periods), cutter.maker.averaging_compression)
     fastest = min(periods) * cutter.costs.micro_batches_per_batch
     interval = cutter.maker.config.planned_interval
     round_updates = max(float(interval), round_s / fastest) if len(clusters) > 1 else 0.0
@@ -55,15 +58,13 @@ def write_plan(profile: ModelProfile, cutter: StageCutter, clusters: Sequence[Cl
     )
     used = {node.node_id for cut in clusters for node in cut.nodes}
     unused = [node for node in cutter.nodes if node.node_id not in used]
-    notes = [f"cluster {plan.index} is bound by the {plan.bottleneck}: {plan.samples_per_s:.4g} samples/s" for plan in plans]
-    notes += [_full(stage) for plan in plans for stage in plan.stages if stage.binding == "memory"]
-    notes += _crowded(shared)
-    notes += _rounds(segments, round_s, round_updates, interval)
+    notes = [*_of_clusters(plans), *_crowded(shared), *_rounds(segments, round_s, round_updates, interval)]
     notes += [_why_unused(node, cutter, len(clusters) > 1, unused_because) for node in unused]
+    notes += [f"{name} is left out: its device cannot compute in {cutter.maker.config.precision}" for name in unable]
     return Plan(
         clusters=plans,
         segments=segments,
-        backups=tuple(node.node_id for node in unused),
+        backups=tuple(sorted([*(node.node_id for node in unused), *unable])),
         samples_per_s=math.fsum(rates),
         notes=tuple(notes),
         round_s=round_s,
@@ -85,7 +86,7 @@ def _stages(
     stages = []
     for index, node in enumerate(cut.nodes):
         first, last = cut.cuts[index], cut.cuts[index + 1]
-        needed = float(maker.memory.stage_bytes(first, last, cut.allowed[index], averaging))
+        needed = float(maker.memory.stage_bytes(first, last, cut.allowed[index], averaging, cut.recompute[index]))
         sent, received, _ = maker.line_bytes(first, last, clusters)
         averaged = maker.round_bytes(first, last, clusters) / between_rounds_s if averaging else 0.0
         stage = StagePlan(
@@ -105,6 +106,7 @@ def _stages(
             busy=min(1.0, cut.compute_s[index] / period_s),
             sent_bytes_per_s=sent / period_s + averaged,
             received_bytes_per_s=received / period_s + averaged,
+            recompute=bool(cut.recompute[index]),
         )
         binding = "cores" if period_s > cut.period_s and node.host else _binding(stage, cutter, cut, averaging)
         stages.append(dataclasses.replace(stage, binding=binding))
@@ -119,7 +121,8 @@ def _binding(stage: StagePlan, cutter: StageCutter, cut: ClusterCut, averaging: 
     memory, units = cutter.maker.memory, cutter.costs.units
     wider = [(stage.first_unit - 1, stage.last_unit)] if stage.first_unit > 0 else []
     wider += [(stage.first_unit, stage.last_unit + 1)] if stage.last_unit < units else []
-    fits = any(float(memory.stage_bytes(*units, stage.max_in_flight, averaging)) <= stage.memory_available_bytes for units in wider)
+    needed = (float(memory.stage_bytes(*units, stage.max_in_flight, averaging, stage.recompute)) for units in wider)
+    fits = any(size <= stage.memory_available_bytes for size in needed)
     return "memory" if wider and not fits else ""
 
 
@@ -128,6 +131,28 @@ def _full(stage: StagePlan) -> str:
         f"{stage.node_id} could compute more ({stage.busy:.0%} busy), but its memory is full: "
         f"{format_bytes(stage.memory_needed_bytes)} of {format_bytes(stage.memory_available_bytes)}"
     )
+
+
+def _piped(cutter: StageCutter, clusters: Sequence[ClusterCut], periods: Sequence[float]) -> dict[str, float]:
+    """Return the bytes per second that every node's pipeline sends."""
+    return {
+        node.node_id: cutter.maker.line_bytes(cut.cuts[k], cut.cuts[k + 1], 1)[0] / period
+        for cut, period in zip(clusters, periods, strict=True)
+        for k, node in enumerate(cut.nodes)
+    }
+
+
+def _of_clusters(plans: Sequence[ClusterPlan]) -> list[str]:
+    stages = [stage for plan in plans for stage in plan.stages]
+    notes = [f"cluster {plan.index} is bound by the {plan.bottleneck}: {plan.samples_per_s:.4g} samples/s" for plan in plans]
+    notes += [_full(stage) for stage in stages if stage.binding == "memory"]
+    recomputing = ", ".join(stage.node_id for stage in stages if stage.recompute)
+    if recomputing:
+        notes.append(
+            f"recomputed on {recomputing}: forwards run again before their backward, since memory does not hold the activations of all "
+            "micro-batches that must be in flight"
+        )
+    return notes
 
 
 def _crowded(shared: Sequence[float]) -> list[str]:

@@ -27,6 +27,7 @@ def load_plan(path: Path) -> Plan:
 
 
 def _decode(raw: object) -> Plan:
+    _complete(raw)
     plan = decode_record(Plan, raw)
     assert isinstance(plan, Plan)
     if not plan.clusters:
@@ -39,6 +40,16 @@ def _decode(raw: object) -> Plan:
     if twice:
         raise MalformedMessageError(f"{twice[0]} has more than one stage")
     return plan
+
+
+def _complete(raw: object) -> None:
+    """Add what plans lack that were written before stages could recompute: none of theirs did."""
+    clusters = raw.get("clusters") if isinstance(raw, dict) else None
+    for cluster in clusters if isinstance(clusters, list) else ():
+        stages = cluster.get("stages") if isinstance(cluster, dict) else None
+        for stage in stages if isinstance(stages, list) else ():
+            if isinstance(stage, dict):
+                stage.setdefault("recompute", False)
 
 
 def _check_names(plan: Plan) -> None:

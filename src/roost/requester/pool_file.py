@@ -76,7 +76,7 @@ class ImaginedNode:
     reliability: float
 
     def profile(self, reference_flop_per_s: float) -> NodeProfile:
-        """Return its profile, with `speed` relative to a machine of `reference_flop_per_s`."""
+        """Return its profile, with `speed` relative to a machine of `reference_flop_per_s`, in the precision of the job."""
         flop_per_s = self.flop_per_s if self.speed is None else self.speed * reference_flop_per_s
         assert flop_per_s is not None, "one of the two is set"
         return NodeProfile(
@@ -86,6 +86,7 @@ class ImaginedNode:
             flop_per_s=flop_per_s,
             matmul_flop_per_s=flop_per_s,
             convolution_flop_per_s=flop_per_s,
+            bf16_flop_per_s=flop_per_s,
             device="cpu",
             threads=1,
             emulated=True,

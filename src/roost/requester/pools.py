@@ -154,6 +154,8 @@ def _join_arguments(address: str, name: str, options: NodeOptions, root: Path) -
         arguments += ["--relative-speed", str(options.relative_speed)]
     if options.uplink_mbit:
         arguments += ["--uplink-mbit", str(options.uplink_mbit)]
+    if options.downlink_mbit:
+        arguments += ["--downlink-mbit", str(options.downlink_mbit)]
     if options.latency_ms:
         arguments += ["--latency-ms", str(options.latency_ms)]
     return [*arguments, *options.extra]

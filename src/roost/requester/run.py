@@ -35,6 +35,7 @@ from roost.errors import (
 from roost.messages import JobState
 from roost.metrics.events import JsonLines
 from roost.metrics.rates import ClusterProgress, RateMeter
+from roost.planning.staleness import chosen_correction
 from roost.requester.data import SampleSource
 from roost.requester.pools import Membership, Pool
 from roost.requester.service import RequesterService
@@ -120,6 +121,8 @@ class RunMetrics:
     staleness_max: int
     stages: tuple[StageMetrics, ...] = ()
     """What every stage has done so far."""
+    paused: tuple[str, ...] = ()
+    """Nodes that their owners have paused; the job waits for them."""
 
 
 class Run:
@@ -248,6 +251,7 @@ class Run:
             cpu_s=sum(stage.cpu_s for stage in stages),
             staleness_max=max((stage.staleness_max for stage in stages), default=0),
             stages=stages,
+            paused=update.paused if update is not None else (),
         )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -353,7 +357,7 @@ class Run:
             raise MalformedMessageError(f"the coordinator answered a job with {type(reply).__name__}")
         self.plan, self.nodes = reply.plan, reply.nodes
         service.set_plan(reply.plan)
-        self._log_event("planned", {"plan": encode_record(reply.plan)})
+        self._log_event("planned", {"plan": encode_record(reply.plan), "correction": chosen_correction(self._package.config, reply.plan)})
         if self._observer is not None:
             self._observer.planned(reply.plan, reply.nodes, self._package.profile)
         self._planned.set()
@@ -424,7 +428,7 @@ class Run:
             updates=message.updates,
             tensors=tuple(package.weights.spec(name) for name in package.weights.names if name not in package.extras),
             aliases=tuple(package.aliases.items()),
-            config=package.config,
+            config=replace(package.config, correction=chosen_correction(package.config, message.plan)),
             plan=message.plan,
         )
 

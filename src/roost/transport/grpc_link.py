@@ -16,7 +16,7 @@ from roost.messages import Failed, Message
 from roost.transport.credentials import Credentials, dns_name
 from roost.transport.dispatch import error_from
 from roost.transport.framing import Assembler, PackedMessage
-from roost.transport.grpc_options import CALL_METHOD, SEND_METHOD, channel_options
+from roost.transport.grpc_options import CALL_METHOD, SEND_METHOD, asked_frame_bytes, channel_options, frame_bytes_for
 from roost.transport.interface import Lane, ReceivedBuffer, Reply
 from roost.transport.meter import Meter
 from roost.types import Peer
@@ -55,6 +55,7 @@ class Link:
         self._meter = meter
         self._lock = asyncio.Lock()
         self._stream: SendStream | None = None
+        self._frame_bytes = config.frame_bytes
         self.broken: RoostError | None = None
         """Why the connection cannot be used any more."""
 
@@ -69,12 +70,12 @@ class Link:
             try:
                 if opening:
                     # The peer answers at once when it has accepted us: so a refusal shows here and not after some messages.
-                    await stream.rpc.initial_metadata()
+                    self._frame_bytes = frame_bytes_for(await stream.rpc.initial_metadata(), self._config.frame_bytes)
                     logger.info("stream_opened node=%s peer=%s lane=%s", self._own_id, self.peer.peer_id, self._lane)
                 if stream.ended:
                     raise asyncio.InvalidStateError("the stream has ended")
                 with self._meter.message(self._lane):
-                    for frame in packed.frames(self._config.frame_bytes):
+                    for frame in packed.frames(self._frame_bytes):
                         async with self._meter.frame(len(frame), self._lane):
                             await stream.rpc.write(frame)
                 whole = True
@@ -93,14 +94,14 @@ class Link:
         """Make one call and return its reply. Raises what `Transport.call` does."""
         if self.broken is not None:
             raise self.broken
-        rpc = self._channel.stream_stream(CALL_METHOD)()
+        rpc = self._channel.stream_stream(CALL_METHOD)(metadata=asked_frame_bytes(self._config))
         # It reads from the start, since a peer may refuse a message before all of it has been written.
         reading = asyncio.get_running_loop().create_task(self._read_reply(rpc))
         try:
             # If the peer has ended the call, what it replied says why.
             with contextlib.suppress(*RPC_ERRORS):
                 with self._meter.message(self._lane):
-                    for frame in packed.frames(self._config.frame_bytes):
+                    for frame in packed.frames(self._frame_bytes):
                         await self._meter.sending(len(frame))
                         await rpc.write(frame)
                 await rpc.done_writing()
@@ -148,7 +149,7 @@ class Link:
             frame = await rpc.read()
             if frame is grpc.aio.EOF:
                 raise asyncio.InvalidStateError("the call ended without a reply")
-            self._meter.received(len(frame))
+            await self._meter.receiving(len(frame))
             complete = assembler.feed(frame)
         self._meter.message_received()
         await asyncio.sleep(self._config.latency_s)

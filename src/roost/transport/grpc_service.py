@@ -18,7 +18,7 @@ from roost.messages import Message
 from roost.transport.credentials import read_identity
 from roost.transport.dispatch import answer, check_role, deliver, failed_from
 from roost.transport.framing import MAX_FRAME_BYTES, Assembler, pack
-from roost.transport.grpc_options import SERVICE
+from roost.transport.grpc_options import SERVICE, asked_frame_bytes, frame_bytes_for
 from roost.transport.interface import Handler, ReceivedBuffer, Sender
 from roost.transport.latency import DelayLine, Read
 from roost.transport.meter import Meter
@@ -71,12 +71,13 @@ class GrpcService:
     async def _on_send(self, _requests: Any, context: Any) -> None:
         try:
             sender = self._admit(context)
-            await context.send_initial_metadata(())
+            await context.send_initial_metadata(asked_frame_bytes(self._config))
             self._streams.add(context)
+            read = functools.partial(self._read, context)
             if self._config.latency_s == 0:
-                await self._read_stream(context.read, sender)
+                await self._read_stream(read, sender)
                 return
-            line = DelayLine(context.read, self._config.latency_s)
+            line = DelayLine(read, self._config.latency_s)
             try:
                 await self._read_stream(line.read, sender)
             finally:
@@ -103,13 +104,14 @@ class GrpcService:
             assembler = Assembler(self._config, accept=functools.partial(check_role, sender))
             message: tuple[Message, list[ReceivedBuffer]] | None = None
             while message is None:
-                frame = await context.read()
+                frame = await self._read(context)
                 if frame is grpc.aio.EOF:
                     raise MalformedMessageError(f"{sender.peer_id} ended a call in the middle of its message")
                 message = self._take(assembler, frame)
             await asyncio.sleep(self._config.latency_s)
             reply, buffers = await self._run(answer(self._handler, self._own_id, sender, *message))
-            for frame in pack(reply, buffers, self._config).frames(self._config.frame_bytes):
+            frame_bytes = frame_bytes_for(context.invocation_metadata(), self._config.frame_bytes)
+            for frame in pack(reply, buffers, self._config).frames(frame_bytes):
                 await self._meter.sending(len(frame))
                 await context.write(frame)
             self._meter.message_sent()
@@ -125,8 +127,14 @@ class GrpcService:
         peer_id, role = _sender_of_certificate(bytes(certificates[0]))
         return Sender(peer_id=peer_id, role=role)
 
+    async def _read(self, context: Any) -> Any:
+        """Return the next frame, or EOF, when the downlink would have let it through."""
+        frame = await context.read()
+        if frame is not grpc.aio.EOF:
+            await self._meter.receiving(len(frame))
+        return frame
+
     def _take(self, assembler: Assembler, frame: bytes) -> tuple[Message, list[ReceivedBuffer]] | None:
-        self._meter.received(len(frame))
         message = assembler.feed(frame)
         if message is not None:
             self._meter.message_received()

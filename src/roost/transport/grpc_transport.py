@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import re
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from roost.transport.grpc_options import server_options
 from roost.transport.grpc_service import FAREWELL_S, GrpcService
 from roost.transport.interface import Buffer, Handler, Lane, Reply, Traffic
 from roost.transport.meter import Meter
+from roost.transport.shaping import frame_bytes
 from roost.types import Peer
 
 logger = logging.getLogger(__name__)
@@ -44,11 +46,11 @@ class GrpcTransport:
     ) -> None:
         """Listens on `host`:`port` (0 picks a free one) once started; tells peers `advertise` instead of `host` if given."""
         self._credentials = credentials
-        self._config = config or TransportConfig()
+        self._config = _with_fitting_frames(config or TransportConfig())
         self._host = host
         self._port = port
         self._advertise = advertise
-        self._meter = Meter(self._config.uplink_bytes_per_s)
+        self._meter = Meter(self._config.uplink_bytes_per_s, self._config.downlink_bytes_per_s)
         self._links: dict[tuple[str, Lane], Link] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._server: Any = None
@@ -162,6 +164,10 @@ class GrpcTransport:
 
     def _late(self, peer: Peer, packed: PackedMessage, limit: float) -> DeadlineError:
         return DeadlineError(f"{peer.peer_id} at {peer.address} did not take or answer {packed.kind} of {self.peer_id} in {limit:g} s")
+
+
+def _with_fitting_frames(config: TransportConfig) -> TransportConfig:
+    return dataclasses.replace(config, frame_bytes=frame_bytes(config, config.uplink_bytes_per_s))
 
 
 def _join(host: str, port: int) -> str:

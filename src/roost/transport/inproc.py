@@ -135,7 +135,7 @@ class InprocTransport:
         self._identity = Sender(peer_id=peer_id, role=role)
         self._network = network
         self._config = config or TransportConfig()
-        self._meter = Meter(self._config.uplink_bytes_per_s)
+        self._meter = Meter(self._config.uplink_bytes_per_s, self._config.downlink_bytes_per_s)
         self._handler: Handler | None = None
         self._pipes: dict[tuple[str, Lane], Pipe] = {}
         self._workers: set[asyncio.Task[Any]] = set()
@@ -263,7 +263,7 @@ class InprocTransport:
             self._network.release(lifeline)
         assembler = Assembler(self._config)
         for frame in answered:
-            self._meter.received(len(frame))
+            await self._meter.receiving(len(frame))
             complete = assembler.feed(frame)
         assert complete is not None
         self._meter.message_received()
@@ -292,7 +292,7 @@ class InprocTransport:
 
     async def _take_message(self, sender: Sender, assembler: Assembler, frames: Frames) -> None:
         for frame in frames:
-            self._meter.received(len(frame))
+            await self._meter.receiving(len(frame))
             message = assembler.feed(frame)
             if message is not None:
                 self._meter.message_received()
@@ -304,7 +304,7 @@ class InprocTransport:
     async def _answer(self, sender: Sender, frames: Frames) -> Frames:
         assembler = Assembler(self._config, accept=functools.partial(check_role, sender))
         for frame in frames:
-            self._meter.received(len(frame))
+            await self._meter.receiving(len(frame))
             message = assembler.feed(frame)
         assert message is not None
         self._meter.message_received()

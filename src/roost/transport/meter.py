@@ -1,4 +1,4 @@
-"""What an endpoint sends and receives: counted, and held to its emulated uplink."""
+"""What an endpoint sends and receives: counted, and held to the limits of its line."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from roost.transport.shaping import TokenBucket
 
 
 class Meter:
-    """Counts the traffic of one endpoint; everything it sends, replies included, shares one uplink.
+    """Counts the traffic of one endpoint; everything it sends, replies included, shares one uplink, what it receives one downlink.
+
+    Bytes are those of frames; what TLS, HTTP/2, TCP and IP put around them comes on top (docs/nodes.md).
 
     Averaging gives way to what else is sent: before each of its parts it waits until nothing else is under way, but no longer
     than its part before took, so that a pipeline that could fill the line leaves it half.
     """
 
-    def __init__(self, uplink_bytes_per_s: float) -> None:
-        self._bucket = TokenBucket(uplink_bytes_per_s)
-        self._shaped = uplink_bytes_per_s > 0
+    def __init__(self, uplink_bytes_per_s: float, downlink_bytes_per_s: float = 0.0) -> None:
+        """A rate of 0 means no limit."""
+        self._up = TokenBucket(uplink_bytes_per_s)
+        self._down = TokenBucket(downlink_bytes_per_s)
         self._urgent = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -61,7 +64,7 @@ class Meter:
             await self.sending(nbytes)
             yield
             return
-        if self._shaped:
+        if self._up.limited:
             await self.sending(nbytes, gives_way=True)
             yield
             return
@@ -84,24 +87,33 @@ class Meter:
 
     async def sending(self, nbytes: int, *, gives_way: bool = False) -> None:
         """Count bytes that are about to be sent, after waiting until the uplink would have let them through."""
-        if self._shaped:
-            clock = asyncio.get_running_loop().time
-            now = clock()
-            for piece in self._bucket.pieces(nbytes):
-                if gives_way and self.pipeline_sends:
-                    await self._give_way()
-                    now = max(now, clock())
-                began = now
-                # From when the piece before should have left, not from when the timer fired: lateness does not add up.
-                now += self._bucket.reserve(piece, now)
-                if (wait := now - clock()) > 0:
-                    await asyncio.sleep(wait)
-                if gives_way:
-                    self._patience_s = now - began
+        await self._pass(self._up, nbytes, gives_way=gives_way)
         self._bytes_sent += nbytes
 
-    def received(self, nbytes: int) -> None:
+    async def receiving(self, nbytes: int) -> None:
+        """Count bytes that have arrived, after waiting until the downlink would have let them through.
+
+        Whoever waits here does not read on, so that the network makes the sender wait.
+        """
+        await self._pass(self._down, nbytes)
         self._bytes_received += nbytes
+
+    async def _pass(self, line: TokenBucket, nbytes: int, *, gives_way: bool = False) -> None:
+        if not line.limited:
+            return
+        clock = asyncio.get_running_loop().time
+        now = clock()
+        for piece in line.pieces(nbytes):
+            if gives_way and self.pipeline_sends:
+                await self._give_way()
+                now = max(now, clock())
+            began = now
+            # From when the piece before should have left, not from when the timer fired: lateness does not add up.
+            now += line.reserve(piece, now)
+            if (wait := now - clock()) > 0:
+                await asyncio.sleep(wait)
+            if gives_way:
+                self._patience_s = now - began
 
     def message_sent(self) -> None:
         self._messages_sent += 1

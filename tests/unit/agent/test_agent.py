@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,16 +15,18 @@ from torch import Tensor, nn
 
 from inproc_pool import node
 from roost import messages as m
+from roost.agent.assignment import assignment_from
+from roost.agent.budget import check_tensors
 from roost.agent.service import Agent
 from roost.capture.cut import cut, legal_cuts
 from roost.capture.export import Captured, capture
 from roost.capture.graph_format import to_bytes
-from roost.config import AgentConfig, JobConfig, NamedArguments
-from roost.errors import JobRefusedError, MalformedMessageError
+from roost.config import PAUSE_FILE, AgentConfig, JobConfig, NamedArguments
+from roost.errors import JobRefusedError, MalformedMessageError, OutOfBudgetError
 from roost.pipeline.tensor_bytes import spec_of, to_buffer
 from roost.transport.inproc import InprocNetwork, InprocTransport
 from roost.transport.interface import Buffer, Sender
-from roost.types import ClusterPlan, MicroBatch, Peer, Plan, Role, StagePlan
+from roost.types import ClusterPlan, MicroBatch, Peer, Plan, Role, StagePlan, TensorKind, TensorRecord
 
 CONFIG = JobConfig(
     job_id="job", optimizer=NamedArguments(name="SGD", arguments=(("lr", 0.1),)), samples=8, batch_size=4, micro_batch_size=4
@@ -64,7 +67,8 @@ class Actor:
 class Scene:
     """The agent 'last' and, played by the test: coordinator, requester, the first stage 'first', and a 'stranger'."""
 
-    def __init__(self) -> None:
+    def __init__(self, state_dir: str = "") -> None:
+        self.state_dir = state_dir
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
         self.inputs, self.labels = torch.randn(4, 6), torch.randint(3, (4,))
@@ -109,7 +113,8 @@ class Scene:
             await self.transports[name].start(self.actors[name])
             self.peers[name] = Peer(peer_id=name, address=self.transports[name].address)
         transport = InprocTransport("last", Role.NODE, self.network)
-        agent = Agent(config=AgentConfig(node_id="last"), transport=transport, coordinator=self.peers["coordinator"], profile=node("last"))
+        config = AgentConfig(node_id="last", state_dir=self.state_dir)
+        agent = Agent(config=config, transport=transport, coordinator=self.peers["coordinator"], profile=node("last"))
         task = asyncio.create_task(agent.run())
         registered = await self.actors["coordinator"].wait_for(m.RegisterNode)
         self.peers["last"] = Peer(peer_id="last", address=registered.profile.address)
@@ -167,9 +172,9 @@ class Scene:
         return message, [to_buffer(tensor) for tensor in crossing.values()]
 
 
-def play(scenario: Callable[[Scene, Agent], Any]) -> None:
+def play(scenario: Callable[[Scene, Agent], Any], *, state_dir: str = "") -> None:
     async def run() -> None:
-        scene = Scene()
+        scene = Scene(state_dir)
         async with scene.running() as agent, asyncio.timeout(60):
             await scenario(scene, agent)
 
@@ -267,3 +272,68 @@ def test_messages_of_another_job_are_dropped() -> None:
         assert ended.metrics.micro_batches == 1
 
     play(scenario)
+
+
+def test_a_paused_node_takes_what_arrives_and_computes_it_when_it_may_go_on(tmp_path: Path) -> None:
+    async def scenario(scene: Scene, agent: Agent) -> None:
+        coordinator, first = scene.actors["coordinator"], scene.actors["first"]
+        await scene.prepare()
+        (tmp_path / PAUSE_FILE).touch()
+        await coordinator.wait_for(m.Heartbeat, lambda beat: beat.paused)
+        message, buffers = scene.activation(0)
+        await scene.transports["first"].send(scene.peers["last"], message, buffers)
+        # Two more heartbeats: it lives, keeps its stage, and has computed nothing.
+        beats = len(coordinator.received)
+        async with coordinator.moved:
+            await coordinator.moved.wait_for(lambda: len(coordinator.received) >= beats + 2)
+        last = coordinator.received[-1][1]
+        assert isinstance(last, m.Heartbeat)
+        assert (last.job_id, last.paused, last.metrics.micro_batches if last.metrics else -1) == ("job", True, 0)
+        assert first.received == []
+        (tmp_path / PAUSE_FILE).unlink()
+        assert (await first.wait_for(m.Gradient)).micro_batch == 0
+        await coordinator.wait_for(m.Heartbeat, lambda beat: not beat.paused and beat.metrics and beat.metrics.updates == 1)
+
+    play(scenario, state_dir=str(tmp_path))
+
+
+def test_an_agent_that_starts_paused_says_so_when_it_registers(tmp_path: Path) -> None:
+    async def scenario(scene: Scene, agent: Agent) -> None:
+        registered = await scene.actors["coordinator"].wait_for(m.RegisterNode)
+        assert registered.paused
+
+    (tmp_path / PAUSE_FILE).touch()
+    play(scenario, state_dir=str(tmp_path))
+
+
+def test_a_stage_that_needs_more_than_the_node_lends_is_refused() -> None:
+    async def scenario(scene: Scene, agent: Agent) -> None:
+        cluster = scene.plan.clusters[0]
+        stages = (cluster.stages[0], replace(cluster.stages[1], memory_needed_bytes=10**9 + 1))
+        scene.plan = replace(scene.plan, clusters=(replace(cluster, stages=stages),))
+        with pytest.raises(OutOfBudgetError, match=r"lends 1.0 GB; stage 1 of cluster 0 needs 1.0 GB"):
+            await scene.prepare()
+        assert not scene.actors["requester"].received
+
+    play(scenario)
+
+
+def test_a_stage_whose_tensors_alone_take_more_than_the_node_lends_is_refused_whatever_the_plan_says() -> None:
+    trainable = TensorRecord(name="weight", dtype="float32", shape=(100,), kind=TensorKind.PARAMETER, trainable=True)
+    buffer = TensorRecord(name="buffer", dtype="float32", shape=(50,), kind=TensorKind.BUFFER, trainable=False)
+    adam = replace(CONFIG, optimizer=NamedArguments(name="Adam"))
+    scene = Scene()
+    message = m.PrepareStage(
+        config=adam,
+        plan=scene.plan,
+        cluster=0,
+        stage=1,
+        peers=tuple(Peer(peer_id=name, address=f"{name}:1") for name in ("first", "last")),
+        requester=Peer(peer_id="requester", address="requester:1"),
+        resume=False,
+    )
+    given = assignment_from(message, node_id="last", coordinator=Peer(peer_id="coordinator", address="coordinator:1"))
+    # Weight, gradient and two moments of Adam; the buffer once.
+    check_tensors(given, (trainable, buffer), 4 * 400 + 200)
+    with pytest.raises(OutOfBudgetError, match="needs"):
+        check_tensors(given, (trainable, buffer), 4 * 400 + 199)

@@ -6,11 +6,14 @@ import socket
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
 
 from roost.agent import hardware
-from roost.agent.hardware import host_name, profile_node, usable_cores
+from roost.agent.hardware import check_device, host_name, profile_node, usable_cores
 from roost.config import AgentConfig
+from roost.errors import InvalidConfigError
+from roost.pipeline.probe import free_memory_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -36,6 +39,37 @@ def test_a_profile_has_every_measured_field() -> None:
     assert profile.flop_per_s > 0 and profile.memory_bytes_per_s > 0 and profile.memory_bytes > 0
     assert profile.host == host_name() and profile.host_cores == usable_cores() >= 1
     assert profile.relative_speed == 1 and not profile.emulated
+
+
+def test_the_limits_of_the_line_are_what_the_planner_counts_with() -> None:
+    profile = profile_node(AgentConfig(node_id="a", threads=1, uplink_bytes_per_s=1e6, downlink_bytes_per_s=2e6))
+    assert (profile.up_bytes_per_s, profile.down_bytes_per_s) == (1e6, 2e6)
+
+
+@pytest.mark.parametrize(
+    ("device", "built", "reason"), [("cuda", None, "without CUDA"), ("cuda", "13.0", "finds no GPU"), ("mps", None, "Apple silicon")]
+)
+def test_a_device_that_is_not_there_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, device: str, built: str | None, reason: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", built)
+    with pytest.raises(InvalidConfigError, match=f"cannot compute on {device}.*{reason}"):
+        check_device(device, 0)
+
+
+def test_of_a_gpu_its_own_memory_is_lent_and_no_more_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (6 * 10**9, 8 * 10**9))
+    check_device("cuda", 8 * 10**9)
+    with pytest.raises(InvalidConfigError, match=r"the GPU has 8.0 GB, so 9.0 GB of it cannot be lent"):
+        check_device("cuda", 9 * 10**9)
+    assert free_memory_bytes("cuda") == 6 * 10**9
+
+
+def test_the_cpu_is_always_there() -> None:
+    check_device("cpu", 10**15)
 
 
 def test_an_emulated_machine_is_slower_in_everything() -> None:

@@ -32,10 +32,10 @@ class Ear:
         return m.Done(), []
 
 
-async def measured(ear: Ear, uplink_bytes_per_s: float = 0.0) -> MessageCost:
+async def measured(ear: Ear, line_bytes_per_s: float = 0.0) -> MessageCost:
     transport = InprocTransport("me", Role.NODE, InprocNetwork())
     await transport.start(ear)
-    ear.probe = MessageProbe(transport, uplink_bytes_per_s=uplink_bytes_per_s)
+    ear.probe = MessageProbe(transport, line_bytes_per_s=line_bytes_per_s)
     try:
         return await ear.probe.measure()
     finally:
@@ -50,7 +50,7 @@ def test_messages_cost_something() -> None:
 
 def test_over_a_slow_uplink_the_large_messages_are_smaller() -> None:
     ear = Ear()
-    asyncio.run(measured(ear, uplink_bytes_per_s=1_000_000))
+    asyncio.run(measured(ear, line_bytes_per_s=1_000_000))
     assert 0 < max(ear.sizes) < LARGE_BYTES / 10
 
 

@@ -108,6 +108,23 @@ def test_three_stages_with_one_micro_batch_in_flight_follow_the_plain_loop_over_
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def smooth_model() -> nn.Module:
+    """Return a model in which a small error of a value makes a small error of every gradient: no ReLU, no maximum."""
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 48), nn.Tanh(), nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 10))
+
+
+@pytest.mark.parametrize(("codec", "most"), [("fp16", 0.002), ("int8", 0.05)])
+def test_three_stages_that_compress_what_they_send_follow_the_plain_loop_closely(tmp_path: Path, codec: str, most: float) -> None:
+    changes: dict[str, Any] = {"optimizer": "SGD", "optimizer_args": {"lr": 0.05}, "max_in_flight": 1, "max_clusters": 1}
+    job = digits_job(tmp_path, model=smooth_model(), activation_compression=codec, **changes)
+    run = trained(job, three_small_nodes(tmp_path, job))
+    before, expected, found = job.model.state_dict(), plain_loop(job.model, job).state_dict(), run.state_dict()
+    error = sum(float((found[name] - expected[name]).norm() ** 2) for name, _ in job.model.named_parameters()) ** 0.5
+    moved = sum(float((expected[name] - before[name]).norm() ** 2) for name, _ in job.model.named_parameters()) ** 0.5
+    assert 0 < error < most * moved
+
+
 @pytest.mark.parametrize("samples", [33, 47])
 def test_ragged_batches_and_micro_batches_are_all_consumed(tmp_path: Path, samples: int) -> None:
     job = digits_job(tmp_path, data=images(samples), batch_size=16, micro_batch_size=5, max_clusters=1)
@@ -176,3 +193,14 @@ def test_two_clusters_with_different_cuts_hold_the_same_model_after_the_final_ro
     for name in averaged:
         assert torch.equal(replicas[0][name], replicas[1][name]), name
         assert torch.equal(replicas[0][name], run.state_dict()[name]), name
+
+
+def test_a_stage_whose_memory_is_short_recomputes_and_trains(tmp_path: Path) -> None:
+    job = digits_job(tmp_path, max_clusters=1, epochs=8)
+    run = trained(job, InprocPool(nodes_for_stages(job, ["a", "b"]), tmp_path))
+    assert run.plan is not None
+    assert [stage.recompute for stage in run.plan.stages] == [True, False]
+    assert any("recomputed on" in note for note in run.plan.notes)
+    losses = [result.train_loss for result in run.metrics().history]
+    assert losses[-1] < losses[0]
+    assert int(run.state_dict()["features.1.num_batches_tracked"]) == 8 * 6

@@ -33,7 +33,11 @@ class ScalarModel:
         return 0 if u == len(self.units) else self.units[u - 1].crossing_bytes
 
     def cluster_value(self, order: Sequence[int], cuts: Sequence[int], clusters: int) -> tuple[float, float]:
-        """Return value and samples per second; zeros if it does not fit."""
+        """Return value and samples per second with the best choice of stages that recompute; zeros if it does not fit."""
+        return max(self.value_of(order, cuts, clusters, again) for again in itertools.product((False, True), repeat=len(order)))
+
+    def value_of(self, order: Sequence[int], cuts: Sequence[int], clusters: int, again: Sequence[bool]) -> tuple[float, float]:
+        """Return value and samples per second if those stages recompute; zeros if it does not fit."""
         s, nodes, last = self.s, [self.s.nodes[n] for n in order], len(order) - 1
         period, compute, hops = 0.0, [], []
         for k, node in enumerate(nodes):
@@ -43,7 +47,7 @@ class ScalarModel:
             work = (
                 s.profile.stage_s
                 + s.profile.stage_update_s / self.m
-                + sum(unit.forward_s + unit.backward_s + unit.update_s / self.m for unit in units)
+                + sum((1 + again[k]) * unit.forward_s + unit.backward_s + unit.update_s / self.m for unit in units)
             )
             seconds = work * s.profile.reference_flop_per_s / node.flop_per_s
             moved = sum((3 + self.o) * unit.trainable_bytes for unit in units if not unit.update_s)
@@ -68,7 +72,7 @@ class ScalarModel:
         kappa = s.options.staleness_cost
         trips = [sum(hops[k:]) + sum(compute[k:]) for k in range(len(nodes))]
         for k in range(len(nodes)):
-            most = self.most_in_flight(order[k], cuts[k], cuts[k + 1], clusters > 1)
+            most = self.most_in_flight(order[k], cuts[k], cuts[k + 1], clusters > 1, again[k])
             if most == 0:
                 return 0.0, 0.0
             period = max(period, trips[k] / most)
@@ -80,7 +84,7 @@ class ScalarModel:
             best = max(best, (rate / (1 + kappa * math.ceil((in_flight - 1) / self.m)), rate))
         return best[0] * math.prod(node.reliability for node in nodes), best[1]
 
-    def most_in_flight(self, n: int, first: int, last: int, averaging: bool) -> int:
+    def most_in_flight(self, n: int, first: int, last: int, averaging: bool, again: bool) -> int:
         units = self.units[first:last]
         held, trainable = sum(unit.tensor_bytes for unit in units), sum(unit.trainable_bytes for unit in units)
         saved = sum(unit.saved_bytes for unit in units)
@@ -89,7 +93,8 @@ class ScalarModel:
         in_flight = 0
         while in_flight < (self.s.config.max_in_flight or 200):
             versions = math.ceil(in_flight / self.m)
-            needed = held + (1 + self.o + versions) * trainable + (in_flight + 1) * saved + ends + (2 * averaged if averaging else 0)
+            activations = (in_flight + 1) * self.x(first) + saved if again else (in_flight + 1) * saved
+            needed = held + (1 + self.o + versions) * trainable + activations + ends + (2 * averaged if averaging else 0)
             if needed > self.s.nodes[n].memory_bytes:
                 break
             in_flight += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from capture_models import EXAMPLES, example
@@ -11,7 +13,7 @@ from torch import nn
 
 from roost.capture.cut import cut, legal_cuts
 from roost.capture.export import capture
-from roost.capture.profiling import _fitted, choose_cuts, profile
+from roost.capture.profiling import _fitted, choose_cuts, estimate, profile
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -89,3 +91,19 @@ def test_updates_are_measured_where_there_are_parameters_and_with_an_optimizer_o
     assert all(torch.equal(before[key], item) for key, item in captured.tensors.items())
     without = profile(captured, (x,), (y,), reference_flop_per_s=1e9, repeats=1)
     assert all(unit.update_s == 0 for unit in without.units)
+
+
+def test_costs_in_bfloat16_are_the_same_measured_and_estimated_without_running() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    x, y = torch.randn(8, 16), torch.randn(8, 4)
+    captured = capture(model, nn.MSELoss(), (x,), (y,))
+    mixed = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    measured = profile(captured, (x,), (y,), reference_flop_per_s=1e9, repeats=1, computing=mixed)
+    estimated = estimate(captured, (x,), (y,), reference_flop_per_s=1e9, bytes_per_s=1e9, computing=mixed)
+    first, tanh, _ = measured.units[:3]
+    labels = 8 * 4 * 4
+    assert first.crossing_bytes == tanh.crossing_bytes == 8 * 32 * 2 + labels
+    # What autocast made of the input is kept for the weight's gradient, at half the bytes.
+    assert first.saved_bytes == 8 * 16 * 2 and tanh.saved_bytes == 8 * 32 * 2
+    for one, other in zip(measured.units, estimated.units, strict=True):
+        assert (one.saved_bytes, one.crossing_bytes, one.forward_flop) == (other.saved_bytes, other.crossing_bytes, other.forward_flop)

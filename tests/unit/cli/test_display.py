@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,6 +163,14 @@ def test_without_a_terminal_progress_is_a_line_now_and_then_once_there_is_progre
     display.updated(metrics(updates=3))
     display.updated(metrics(updates=4))
     assert out.getvalue().splitlines() == ["  cluster 0: 123457 samples/s, loss 12.3456, staleness 1.2 (max 4), 3 updates"]
+
+
+def test_whom_a_run_waits_for_is_said_once_and_when_it_goes_on() -> None:
+    to, out = console()
+    display = RunDisplay(to)
+    for paused in ((), ("desk", "[b]"), ("desk", "[b]"), ()):
+        display.updated(replace(metrics(), paused=paused))
+    assert out.getvalue().splitlines() == ["  waiting for desk, [b], paused by the owner", "  no node is paused any more"]
 
 
 def test_the_lines_that_load_a_checkpoint_are_python() -> None:

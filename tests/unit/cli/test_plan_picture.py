@@ -79,6 +79,15 @@ def test_the_bar_or_the_arrow_that_binds_has_the_colour(binding: str, bars: int,
     assert f"{binding} binds" in texts(picture)
 
 
+def test_a_stage_that_recomputes_says_so() -> None:
+    plan = two_clusters()
+    (first, *others) = plan.clusters[0].stages
+    stages = (dataclasses.replace(first, recompute=True), *others)
+    again = dataclasses.replace(plan, clusters=(dataclasses.replace(plan.clusters[0], stages=stages), *plan.clusters[1:]))
+    assert "stage 0, recomputes" in texts(draw(again))
+    assert "stage 0, recomputes" not in texts(draw(plan))
+
+
 def test_bars_are_as_long_as_what_they_show_and_never_longer_than_their_ground() -> None:
     for bar in draw(two_clusters()).iter(f"{SVG}rect"):
         if bar.get("height") == "9":

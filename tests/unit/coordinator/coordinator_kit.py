@@ -157,8 +157,8 @@ class FakeNode(Endpoint):
         )
         return await self.call(message)
 
-    async def heartbeat(self, job_id: str = "", reported: StageMetrics | None = None) -> m.Message:
-        return await self.call(m.Heartbeat(job_id=job_id, metrics=reported))
+    async def heartbeat(self, job_id: str = "", reported: StageMetrics | None = None, *, paused: bool = False) -> m.Message:
+        return await self.call(m.Heartbeat(job_id=job_id, metrics=reported, paused=paused))
 
     async def lease(self, *, job_id: str = "job", cluster: int = 0, want: int = 1) -> m.LeaseGrant:
         grant = await self.call(m.LeaseRequest(job_id=job_id, cluster=cluster, want=want))

@@ -408,3 +408,64 @@ def test_status_shows_nodes_and_what_they_run(tmp_path: Path) -> None:
             assert [stage.samples for stage in status.metrics] == [8]
 
     asyncio.run(main())
+
+
+# ---------------------------------------------------------------- paused nodes
+
+
+async def states(stage: Scene) -> dict[str, str]:
+    status = await stage.requester.call(m.StatusRequest())
+    assert isinstance(status, m.Status)
+    return {node.profile.node_id: node.state for node in status.nodes}
+
+
+def test_a_paused_node_is_shown_as_such_and_gets_no_stage_until_it_is_resumed(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a")) as stage:
+            node = stage.nodes["a"]
+            await node.heartbeat(paused=True)
+            assert await states(stage) == {"a": "paused"}
+            with pytest.raises(EmptyPoolError, match="0 of 1 nodes have joined after 0 s, and 1 that their owners have paused"):
+                await stage.requester.submit(wait_s=0.05)
+            waiting = asyncio.create_task(stage.requester.submit())
+            await node.heartbeat(paused=False)
+            assert (await waiting).plan.clusters[0].stages[0].node_id == "a"
+
+    asyncio.run(main())
+
+
+def test_a_job_waits_for_a_paused_node_and_its_requester_is_told(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a"), lost_after_s=0.5, heartbeat_s=0.05) as stage:
+            node = stage.nodes["a"]
+            await stage.requester.submit()
+            update = await stage.requester.until(m.JobState.TRAINING)
+            assert update.paused == ()
+            # Longer than a node may be silent, but it is not silent.
+            for _ in range(15):
+                await node.heartbeat("job", paused=True)
+                await stage.requester.call(m.RequesterHeartbeat(job_id="job"))
+                await asyncio.sleep(0.05)
+            assert await states(stage) == {"a": "paused"}
+            assert stage.requester.updates[-1].paused == ("a",)
+            assert stage.requester.updates[-1].state is m.JobState.TRAINING
+            await node.heartbeat("job", paused=False)
+            assert await states(stage) == {"a": "active"}
+            await node.train()
+            assert (await stage.requester.until(m.JobState.DONE)).paused == ()
+
+    asyncio.run(main())
+
+
+def test_a_paused_node_that_falls_silent_is_lost_as_any_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a"), lost_after_s=0.2, heartbeat_s=0.05) as stage:
+            await stage.nodes["a"].heartbeat(paused=True)
+            for _ in range(100):
+                if not await states(stage):
+                    break
+                await asyncio.sleep(0.05)
+            await stage.nodes["a"].register()
+            assert await states(stage) == {"a": "joined"}
+
+    asyncio.run(main())

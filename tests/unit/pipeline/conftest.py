@@ -28,6 +28,8 @@ class HandMadeProgram:
     receives: dict[int, tuple[int, ...]] = field(default_factory=dict)
     sends: dict[int, tuple[int, ...]] = field(default_factory=dict)
     differentiable: frozenset[int] = frozenset()
+    changed_tensors: frozenset[str] = frozenset()
+    changed_values: frozenset[int] = frozenset()
     draws_random: bool = False
     is_last: bool = False
     loss_value: int | None = None

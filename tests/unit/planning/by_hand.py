@@ -29,6 +29,8 @@ class Reached:
     in_flight: tuple[int, ...]
     order: tuple[int, ...]
     cuts: tuple[int, ...]
+    recompute: tuple[bool, ...]
+    """Which stages run their forward again."""
 
 
 class ByHand:
@@ -41,8 +43,8 @@ class ByHand:
         self.m = math.ceil(scene.config.batch_size / scene.config.micro_batch_size)
         self.links = {(link.source, link.target): link for link in scene.links}
         self.copies = OPTIMIZER_TENSORS[scene.config.optimizer.name]
-        self.alone: dict[tuple[str, int, int], tuple[float, float]] = {}
-        self.held: dict[tuple[int, int, int], float] = {}
+        self.alone: dict[tuple[str, int, int, bool], tuple[float, float]] = {}
+        self.held: dict[tuple[int, int, int, bool], float] = {}
 
     # ------------------------------------------------------------ symbols
 
@@ -67,9 +69,9 @@ class ByHand:
 
     # ------------------------------------------------------------ terms
 
-    def compute(self, node: NodeProfile, first: int, last: int) -> float:
+    def compute(self, node: NodeProfile, first: int, last: int, again: bool = False) -> float:
         parts = self.units[first:last]
-        work = sum(unit.forward_s + unit.backward_s for unit in parts) * self.scale
+        work = sum((2 if again else 1) * unit.forward_s + unit.backward_s for unit in parts) * self.scale
         work += sum(unit.update_s for unit in parts) / self.m + self.scene.profile.stage_s
         seconds = work * self.scene.profile.reference_flop_per_s / node.flop_per_s
         if node.memory_bytes_per_s:
@@ -97,27 +99,30 @@ class ByHand:
     def down(self, node: NodeProfile) -> float:
         return max((link.bytes_per_s for link in self.scene.links if link.target == node.node_id), default=12.5e6)
 
-    def own_terms(self, node: NodeProfile, first: int, last: int) -> tuple[float, float]:
-        """Return the compute of a stage, and the slowest of that and its lines."""
-        key = (node.node_id, first, last)
+    def own_terms(self, node: NodeProfile, first: int, last: int, again: bool = False) -> tuple[float, float]:
+        """Return the compute of a stage, and the slowest of that and its lines; `again`: it recomputes."""
+        key = (node.node_id, first, last, again)
         if key not in self.alone:
-            compute = self.compute(node, first, last)
+            compute = self.compute(node, first, last, again)
             uplink = self.line(self.bytes_out(first, last), first, last, self.up(node))
             downlink = self.line(self.bytes_in(first, last), first, last, self.down(node))
             self.alone[key] = compute, max(compute + self.copying(node, first, last), uplink, downlink)
         return self.alone[key]
 
-    def memory(self, first: int, last: int, in_flight: int) -> float:
-        key = (first, last, in_flight)
+    def memory(self, first: int, last: int, in_flight: int, again: bool = False) -> float:
+        key = (first, last, in_flight, again)
         if key not in self.held:
-            self.held[key] = self._memory(first, last, in_flight)
+            self.held[key] = self._memory(first, last, in_flight, again)
         return self.held[key]
 
-    def _memory(self, first: int, last: int, in_flight: int) -> float:
+    def _memory(self, first: int, last: int, in_flight: int, again: bool) -> float:
         parts = self.units[first:last]
         held = sum(tensor.nbytes for unit in parts for tensor in unit.tensors)
         held += (1 + self.copies + math.ceil((in_flight - 1) / self.m)) * self.trainable(first, last)
-        held += in_flight * sum(math.ceil(unit.saved_bytes * self.scale) for unit in parts)
+        largest = max((tensor.nbytes for unit in parts for tensor in unit.tensors if tensor.trainable), default=0)
+        held += (2 if self.copies else 1) * largest
+        saved = sum(math.ceil(unit.saved_bytes * self.scale) for unit in parts)
+        held += in_flight * self.size(first) + saved if again else in_flight * saved
         arriving = self.m if first == 0 else 1
         held += 2 * (arriving * self.size(first) + self.size(last))
         return held + (2 * self.averaged(first, last) if self.clusters > 1 else 0)
@@ -128,12 +133,14 @@ class ByHand:
 
     # ------------------------------------------------------------ one order, one cut
 
-    def terms(self, nodes: Sequence[NodeProfile], cuts: Sequence[int]) -> tuple[float, list[float]]:
+    def terms(
+        self, nodes: Sequence[NodeProfile], cuts: Sequence[int], recompute: Sequence[bool] | None = None
+    ) -> tuple[float, list[float]]:
         """Return the slowest of terms 1 to 4, and the round trip from every stage."""
         slowest = 1e-9
         compute = []
         for k, node in enumerate(nodes):
-            own, busy = self.own_terms(node, cuts[k], cuts[k + 1])
+            own, busy = self.own_terms(node, cuts[k], cuts[k + 1], recompute is not None and recompute[k])
             compute.append(own)
             slowest = max(slowest, busy)
         trips = list(compute)
@@ -146,9 +153,18 @@ class ByHand:
         return slowest, trips
 
     def best_depth(self, order: tuple[int, ...], cuts: tuple[int, ...]) -> list[Reached]:
-        """Return what every depth that fits reaches; none if memory does not suffice."""
+        """Return what every depth that fits reaches, whichever stages recompute; none if memory does not suffice."""
+        kept = self._best_depth(order, cuts, (False,) * len(order))
+        slowest, _ = self.terms([self.scene.nodes[place] for place in order], cuts)
+        if kept and kept[0].period_s == slowest:
+            # Recomputing makes no stage faster and no round trip shorter: it helps where memory binds, and here it does not.
+            return kept
+        others = [choice for choice in itertools.product((False, True), repeat=len(order)) if any(choice)]
+        return kept + [reached for choice in others for reached in self._best_depth(order, cuts, choice)]
+
+    def _best_depth(self, order: tuple[int, ...], cuts: tuple[int, ...], recompute: tuple[bool, ...]) -> list[Reached]:
         nodes = [self.scene.nodes[place] for place in order]
-        slowest, trips = self.terms(nodes, cuts)
+        slowest, trips = self.terms(nodes, cuts, recompute)
         periods = {slowest}
         for trip in trips:
             depth = 1
@@ -161,12 +177,23 @@ class ByHand:
         for period in sorted(periods):
             in_flight = tuple(max(1, math.ceil(trip / period * NEARLY)) for trip in trips)
             fits = all(
-                depth <= bound and self.memory(cuts[k], cuts[k + 1], depth) <= nodes[k].memory_bytes for k, depth in enumerate(in_flight)
+                depth <= bound and self.memory(cuts[k], cuts[k + 1], depth, recompute[k]) <= nodes[k].memory_bytes
+                for k, depth in enumerate(in_flight)
             )
             if fits:
                 staleness = math.ceil((in_flight[0] - 1) / self.m)
                 value = self.config.micro_batch_size / period / (1 + self.options.staleness_cost * staleness) * reliability
-                found.append(Reached(value=value, period_s=period, staleness=staleness, in_flight=in_flight, order=order, cuts=tuple(cuts)))
+                found.append(
+                    Reached(
+                        value=value,
+                        period_s=period,
+                        staleness=staleness,
+                        in_flight=in_flight,
+                        order=order,
+                        cuts=tuple(cuts),
+                        recompute=recompute,
+                    )
+                )
         return found
 
     def everything(self, orders: Iterator[tuple[int, ...]] | Sequence[tuple[int, ...]]) -> list[Reached]:

@@ -119,15 +119,17 @@ def memory_by_the_book(problem: Problem, plan: Plan, stage: StagePlan) -> int:
     tensors = [tensor for part in units for tensor in part.tensors]
     trainable = sum(tensor.nbytes for tensor in tensors if tensor.trainable)
     older = math.ceil((stage.max_in_flight - 1) / per_batch)
-    if stage.first_unit == 0:
-        arriving = 2 * per_batch * math.ceil(profile.input_bytes * scale)
-    else:
-        arriving = 2 * math.ceil(profile.units[stage.first_unit - 1].crossing_bytes * scale)
+    before = profile.units[stage.first_unit - 1].crossing_bytes if stage.first_unit else profile.input_bytes
+    arriving_once = math.ceil(before * scale)
+    arriving = 2 * arriving_once * (1 if stage.first_unit else per_batch)
     leaving = 2 * math.ceil(units[-1].crossing_bytes * scale) if stage.last_unit < len(profile.units) else 0
+    saved = sum(math.ceil(part.saved_bytes * scale) for part in units)
+    kept = stage.max_in_flight * arriving_once + saved if stage.recompute else stage.max_in_flight * saved
     return (
         sum(tensor.nbytes for tensor in tensors)
         + (1 + OPTIMIZER_TENSORS[config.optimizer.name] + older) * trainable
-        + stage.max_in_flight * sum(math.ceil(part.saved_bytes * scale) for part in units)
+        + kept
+        + (2 if OPTIMIZER_TENSORS[config.optimizer.name] else 1) * max((tensor.nbytes for tensor in tensors if tensor.trainable), default=0)
         + arriving
         + leaving
         + (2 * sum(tensor.nbytes for tensor in tensors if tensor.averaged) if len(plan.clusters) > 1 else 0)

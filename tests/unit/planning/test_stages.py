@@ -234,10 +234,11 @@ def test_what_is_predicted_for_given_cuts_is_the_best_of_all_depths_by_hand(seed
         if cut is not None and best is not None:
             assert cut.value == pytest.approx(best.value, rel=1e-9)
             nodes = [made.nodes[place] for place in order]
-            assert all(by_hand.memory(cuts[k], cuts[k + 1], cut.in_flight[k]) <= nodes[k].memory_bytes for k in range(len(order)))
-            assert all(by_hand.memory(cuts[k], cuts[k + 1], cut.allowed[k]) <= nodes[k].memory_bytes for k in range(len(order)))
+            for depths in (cut.in_flight, cut.allowed):
+                needed = [by_hand.memory(cuts[k], cuts[k + 1], depths[k], cut.recompute[k]) for k in range(len(order))]
+                assert all(size <= member.memory_bytes for size, member in zip(needed, nodes, strict=True))
             assert all(least <= allowed for least, allowed in zip(cut.in_flight, cut.allowed, strict=True))
-            slowest, trips = by_hand.terms(nodes, cuts)
+            slowest, trips = by_hand.terms(nodes, cuts, cut.recompute)
             assert cut.period_s == pytest.approx(max(slowest, *(trip / depth for trip, depth in zip(trips, cut.in_flight, strict=True))))
 
 
@@ -289,23 +290,31 @@ def test_a_period_can_be_kept_exactly_if_it_is_no_shorter_than_the_least(seed: i
             cuts = cutter.cuts_at(order, 2, period)
             assert cuts is not None
             # The cuts that are traced have the round trip that was promised.
-            nodes = [made.nodes[place] for place in order]
-            assert ByHand(made, 2).terms(nodes, cuts)[1][0] == pytest.approx(trip)
-            assert cutter.at(order, cuts, 2, period).period_s <= period * (1 + 1e-8)
+            nodes, cut = [made.nodes[place] for place in order], cutter.at(order, cuts, 2, period)
+            assert ByHand(made, 2).terms(nodes, cuts, cut.recompute)[1][0] == pytest.approx(trip)
+            assert cut.period_s <= period * (1 + 1e-8)
 
 
 def traffic_and_imbalance(made: Scene, cut: ClusterCut, cuts: tuple[int, ...]) -> float | None:
-    """Return what a balanced cut keeps small, by hand: flows both ways and a little of unequal work; None if these cuts are worse."""
+    """Return what a balanced cut keeps small, by hand: flows both ways and a little of unequal work; None if these cuts are worse.
+
+    The depth of every stage is that of `cut`; a stage recomputes only if it does not fit otherwise.
+    """
     by_hand, nodes, limit = ByHand(made, 1), cut.nodes, cut.period_s * (1 + 1e-9)
-    if by_hand.terms(nodes, cuts)[0] > limit:
-        return None
-    if any(by_hand.memory(cuts[k], cuts[k + 1], cut.in_flight[k]) > nodes[k].memory_bytes for k in range(len(nodes))):
-        return None
-    compute = [by_hand.compute(member, cuts[k], cuts[k + 1]) for k, member in enumerate(nodes)]
+    compute = []
+    for k, member in enumerate(nodes):
+        stage = cuts[k], cuts[k + 1]
+        fitting = [again for again in (False, True) if by_hand.memory(*stage, cut.in_flight[k], again) <= member.memory_bytes]
+        if not fitting or by_hand.own_terms(member, *stage, fitting[0])[1] > limit:
+            return None
+        compute.append(by_hand.compute(member, *stage, fitting[0]))
     flows = 0.0
     for k in range(len(nodes) - 1):
         ends = nodes[k].node_id, nodes[k + 1].node_id
-        flows += by_hand.x(cuts[k + 1]) * (1 / by_hand.links[ends].bytes_per_s + 1 / by_hand.links[ends[::-1]].bytes_per_s)
+        both = [by_hand.x(cuts[k + 1]) / by_hand.links[pair].bytes_per_s for pair in (ends, ends[::-1])]
+        if max(both) > limit:
+            return None
+        flows += sum(both)
     return flows + BALANCE_WEIGHT * sum(seconds * seconds / cut.period_s for seconds in compute)
 
 

@@ -10,7 +10,7 @@ import pytest
 from by_hand import ByHand
 from synthetic import KB, MB, Scene, all_links, even_model, job, link, model, node, random_scene, scene, unit
 
-from roost.config import AveragingCodec, PlanningConfig
+from roost.config import AveragingCodec, PlanningConfig, ValueCodec
 from roost.planning.memory import IN_FLIGHT_LIMIT
 from roost.planning.tables import StageTables, messages_of, shared_line
 
@@ -104,6 +104,13 @@ def test_compression_makes_fewer_bytes_of_both_kinds() -> None:
     assert made.maker().line_bytes(1, 3, 2) == pytest.approx((10 * KB, 10 * KB, 500))
 
 
+@pytest.mark.parametrize(("codec", "factor"), [(ValueCodec.FP16, 0.5003), (ValueCodec.INT8, 0.254)])
+def test_the_jobs_codec_makes_fewer_bytes_between_stages_and_leaves_the_data_as_it_is(codec: ValueCodec, factor: float) -> None:
+    exact, coded = (scene(even_model(4), [node("a")], config=job(activation_compression=each)).maker() for each in (ValueCodec.NONE, codec))
+    assert coded.crossing[1:] == pytest.approx(factor * exact.crossing[1:])
+    assert coded.crossing[0] == exact.crossing[0] > 0
+
+
 def test_a_line_is_busy_with_both_or_twice_as_long_as_with_its_own() -> None:
     piped, averaged = np.array([[100.0, 100.0]]), np.array([[30.0, 400.0]])
     assert shared_line(piped, averaged, np.array([10.0, 1.0])).tolist() == [[[13.0, 20.0]], [[130.0, 200.0]]]
@@ -149,7 +156,7 @@ def test_an_empty_stage_is_impossible() -> None:
 
 
 def test_the_bound_of_the_job_on_what_is_in_flight_is_kept() -> None:
-    made = scene(even_model(3), [node("a"), node("small", memory=3 * MB)], config=job(max_in_flight=3))
+    made = scene(even_model(3), [node("a"), node("small", memory=4 * MB)], config=job(max_in_flight=3))
     most = tables_of(made).most_in_flight
     assert most[0, 0, 3] == 3
     assert most[1, 0, 1] == 1

@@ -52,6 +52,16 @@ def segment(*tensors: str) -> SegmentPlan:
     return SegmentPlan(index=0, tensors=tensors, nbytes=40 * len(tensors), members=("a", "c"))
 
 
+def test_a_plan_from_before_stages_could_recompute_still_loads(tmp_path: Path) -> None:
+    raw = encode_record(PLAN)
+    for one in raw["clusters"]:
+        for part in one["stages"]:
+            del part["recompute"]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(raw))
+    assert load_plan(path) == PLAN
+
+
 PLAN = Plan(
     clusters=(cluster(0, stage(0, 0, "a", 0, 1), stage(0, 1, "b", 1, 4)), cluster(1, stage(1, 0, "c", 0, 4))),
     segments=(segment("w0"), segment("w1", "w2", "w3")),

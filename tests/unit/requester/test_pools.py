@@ -32,7 +32,7 @@ def test_nodes_may_be_given_as_options_or_dicts() -> None:
         ([{"memory": "plenty"}], "size 'plenty'"),
         ([{"relative_speed": 0.0}], r"relative_speed must be in \(0, 1\]"),
         ([{"threads": 0}], "threads must be positive"),
-        ([{"speed": 1}], r"no field \['speed'\]; there are \['extra', 'latency_ms', 'memory'"),
+        ([{"speed": 1}], r"no field \['speed'\]; there are \['downlink_mbit', 'extra', 'latency_ms', 'memory'"),
         ([5], "not 5"),
         ("desk", "nodes must be"),
     ],

@@ -38,8 +38,8 @@ def test_a_meter_counts_both_directions() -> None:
         meter = Meter(0)
         await meter.sending(10)
         meter.message_sent()
-        meter.received(20)
-        meter.received(5)
+        await meter.receiving(20)
+        await meter.receiving(5)
         meter.message_received()
         return meter
 
