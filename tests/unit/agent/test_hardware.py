@@ -21,6 +21,7 @@ def _own_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(hardware, "PROBE_LOCK", tmp_path / "state" / "probe.lock")
     monkeypatch.setattr(hardware, "SPEED_BUDGET_S", 0.02)
     monkeypatch.setattr(hardware, "UPDATE_BUDGET_S", 0.02)
+    monkeypatch.setattr(hardware, "MIXED_BUDGET_S", 0.02)
 
 
 def test_the_name_of_the_machine_is_the_same_each_time_and_does_not_tell_it() -> None:
@@ -39,6 +40,12 @@ def test_a_profile_has_every_measured_field() -> None:
     assert profile.flop_per_s > 0 and profile.memory_bytes_per_s > 0 and profile.memory_bytes > 0
     assert profile.host == host_name() and profile.host_cores == usable_cores() >= 1
     assert profile.relative_speed == 1 and not profile.emulated
+
+
+def test_a_device_that_cannot_compute_in_bfloat16_has_no_speed_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert profile_node(AgentConfig(node_id="a", threads=1, relative_speed=0.5)).bf16_flop_per_s > 0
+    monkeypatch.setattr(hardware, "can_compute", lambda precision, device: False)
+    assert profile_node(AgentConfig(node_id="a", threads=1)).bf16_flop_per_s == 0
 
 
 def test_the_limits_of_the_line_are_what_the_planner_counts_with() -> None:
