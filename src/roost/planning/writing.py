@@ -148,10 +148,7 @@ def _of_clusters(plans: Sequence[ClusterPlan]) -> list[str]:
     notes += [_full(stage) for stage in stages if stage.binding == "memory"]
     recomputing = ", ".join(stage.node_id for stage in stages if stage.recompute)
     if recomputing:
-        notes.append(
-            f"recomputed on {recomputing}: forwards run again before their backward, since memory does not hold the activations of all "
-            "micro-batches that must be in flight"
-        )
+        notes.append(f"recomputed on {recomputing}: memory does not hold the activations of all that is in flight")
     return notes
 
 
