@@ -60,7 +60,7 @@ def test_nothing_is_found_where_memory_is_short_for_every_cut() -> None:
 def test_of_two_orders_the_one_that_fits_is_found() -> None:
     # Large nodes usually come first, but here only the last unit needs one.
     profile = model([unit(0, parameters=MB), unit(1, parameters=6 * MB)])
-    nodes = [node("a", memory=14 * MB), node("b", memory=5 * MB)]
+    nodes = [node("a", memory=20 * MB), node("b", memory=5 * MB)]
     orders = np.asarray([(0, 1), (1, 0)], dtype=np.intp)
     found = CutEnumerator(cutter=scene(profile, nodes).cutter()).best(orders, 1)
     assert found is not None
