@@ -11,7 +11,7 @@ import random
 import numpy as np
 import pytest
 from by_hand import ByHand, Reached
-from synthetic import MB, Scene, all_links, even_model, job, link, model, node, random_scene, scene, unit
+from synthetic import KB, MB, Scene, all_links, even_model, job, link, model, node, random_scene, scene, unit
 
 from roost.config import PlanningConfig
 from roost.planning.groups import EXACT_ORDER, PERMUTED, Group, GroupSearch
@@ -78,7 +78,7 @@ def test_many_rare_scenes_of_five_nodes_are_as_exact() -> None:
     sizes = [MB, 6 * MB, 2 * MB, 4 * MB, 3 * MB]
     profile = model([unit(index, parameters=size) for index, size in enumerate(sizes)])
     for order in itertools.islice(itertools.permutations(range(5)), 0, 120, 7):
-        pool = [node(f"n{place}", memory=2 * sizes[order[place]] + MB, speed=1.0 + place) for place in range(5)]
+        pool = [node(f"n{place}", memory=3 * sizes[order[place]] + MB, speed=1.0 + place) for place in range(5)]
         made = scene(profile, pool, config=job(max_in_flight=1))
         found = made.groups().exact(frozenset(range(5)), 1)
         assert found is not None
@@ -220,7 +220,7 @@ def test_large_groups_are_tried_in_plain_orders_only() -> None:
 def test_the_estimate_lets_full_nodes_take_what_their_memory_holds() -> None:
     # A fast node that holds a quarter of the model: the slow one must do the rest.
     profile = even_model(8, crossing=0, saved=0)
-    nodes = [node("fast", memory=4 * MB, speed=3.0), node("slow", memory=100 * MB)]
+    nodes = [node("fast", memory=4_250 * KB, speed=3.0), node("slow", memory=100 * MB)]
     search = scene(profile, nodes, options=PlanningConfig(headroom=1.0)).groups()
     group = frozenset((0, 1))
     whole = 8 * 0.003
@@ -236,8 +236,8 @@ def test_the_estimate_is_nothing_for_groups_whose_memory_is_short() -> None:
 
 
 def test_what_a_group_holds_is_its_memory_relative_to_the_model() -> None:
-    search = scene(even_model(10, saved=0), [node("a", memory=10 * MB), node("b", memory=30 * MB)]).groups()
-    # Parameters and gradients: 20 MB; with averaging two copies more.
+    search = scene(even_model(10, saved=0), [node("a", memory=10_500 * KB), node("b", memory=30_500 * KB)]).groups()
+    # Parameters and gradients: 20 MB, and 1 MB of a gradient that is being found; with averaging two copies more.
     assert search.held(frozenset((0,)), 1) == pytest.approx(0.5)
     assert search.held(frozenset((0, 1)), 2) == pytest.approx(1.0)
 

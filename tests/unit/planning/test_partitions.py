@@ -64,7 +64,7 @@ def test_nodes_that_hold_half_of_the_model_work_in_pairs() -> None:
 
 def test_a_tight_pool_is_searched_in_every_order_of_its_nodes() -> None:
     profile = model([unit(0, parameters=MB), unit(1, parameters=6 * MB)])
-    found = search(scene(profile, [node("a", memory=14 * MB), node("b", memory=5 * MB)]))
+    found = search(scene(profile, [node("a", memory=20 * MB), node("b", memory=5 * MB)]))
     assert found is not None
     assert [result.order for result in found] == [(1, 0)]
 

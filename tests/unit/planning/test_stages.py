@@ -89,8 +89,9 @@ def test_a_bound_on_what_is_in_flight_makes_the_cluster_wait_for_the_round_trip(
 
 
 def test_memory_for_few_micro_batches_makes_the_cluster_wait_for_the_round_trip() -> None:
-    # Stage 0: 2 MB of parameters and as much of gradients, 20 kB of inputs; each in flight takes 200 kB, each but the first 2 MB.
-    nodes = [node("a", memory=4 * MB + 2 * (2 * MB + 200 * KB) + 200 * KB + 20 * KB), node("b")]
+    # Stage 0: 2 MB of parameters and as much of gradients, 1 MB of one being found, 20 kB of inputs.
+    # Each in flight takes 200 kB, each but the first 2 MB.
+    nodes = [node("a", memory=5 * MB + 2 * (2 * MB + 200 * KB) + 200 * KB + 20 * KB), node("b")]
     cut = predicted(scene(even_model(4, crossing=0), nodes, all_links(nodes, latency=0.006), options=BARE), (0, 2, 4))
     assert cut is not None
     # It takes four to hide 6 + 12 + 6 ms; three fit.

@@ -52,8 +52,8 @@ def test_a_stage_says_which_part_of_the_graph_it_runs_where_and_with_how_much() 
     assert (first.max_in_flight, first.versions) == (2, 2)
     assert (second.max_in_flight, second.versions) == (1, 1)
     assert plan.clusters[0].staleness == 1
-    assert first.memory_needed_bytes == 2 * MB * 3 + 2 * 200 * KB + 2 * 2 * 10 * KB
-    assert second.memory_needed_bytes == 4 * MB * 2 + 400 * KB
+    assert first.memory_needed_bytes == 2 * MB * 3 + MB + 2 * 200 * KB + 2 * 2 * 10 * KB
+    assert second.memory_needed_bytes == 4 * MB * 2 + MB + 400 * KB
     assert first.memory_available_bytes == 100 * MB
     assert (first.busy, second.busy) == (pytest.approx(0.5), pytest.approx(1.0))
     assert (first.compute_s, second.compute_s) == (pytest.approx(0.006), pytest.approx(0.012))
@@ -154,15 +154,15 @@ def test_a_node_that_waits_for_its_gradients_is_bound_by_the_round_trip() -> Non
 
 def test_a_note_names_the_node_whose_memory_is_full() -> None:
     # One unit of 1 MB: a could compute four times as much, but holds no second one.
-    nodes = [node("a", speed=4.0, memory=4 * MB), node("b")]
+    nodes = [node("a", speed=4.0, memory=5 * MB), node("b")]
     made = scene(even_model(5), nodes, all_links(nodes, latency=0.0), config=job(max_in_flight=2))
     plan = plan_of(made, ("ab", (1,)))
     assert bindings(plan) == {"a": "memory", "b": "compute"}
     full = plan.stages[0].memory_needed_bytes
     (note,) = notes_about(plan, "a could compute more")
-    assert note == f"a could compute more (6% busy), but its memory is full: {full / 1e6:.1f} MB of 4.0 MB"
+    assert note == f"a could compute more (6% busy), but its memory is full: {full / 1e6:.1f} MB of 5.0 MB"
     # With room for one unit more nothing is noted.
-    roomy = [node("a", speed=4.0, memory=8 * MB), node("b")]
+    roomy = [node("a", speed=4.0, memory=9 * MB), node("b")]
     free = plan_of(scene(even_model(5), roomy, all_links(roomy, latency=0.0), config=job(max_in_flight=2)), ("ab", (1,)))
     assert bindings(free) == {"a": "", "b": "compute"}
     assert not notes_about(free, "a could")
@@ -201,12 +201,12 @@ def test_a_backup_stands_by_only_for_what_it_can_hold() -> None:
 
 def test_notes_say_why_a_node_is_not_used() -> None:
     plan = plan_of(scene(even_model(6), [node("a"), node("tiny", memory=MB), node("x")]), ("a", ()))
-    # The last unit alone: parameters and gradients, one micro-batch in flight, two values arriving.
-    short = 2 * MB + 100 * KB + 20 * KB - MB
+    # The last unit alone: parameters, gradients and one being found, one micro-batch in flight, two values arriving.
+    short = 3 * MB + 100 * KB + 20 * KB - MB
     (tiny,) = notes_about(plan, "tiny")
     assert tiny == (
-        f"tiny is a backup: the smallest stage needs 2.1 MB ({2 * MB + 120 * KB} bytes) and it lends 1.0 MB ({MB} bytes), "
-        f"1.1 MB ({short} bytes) short"
+        f"tiny is a backup: the smallest stage needs 3.1 MB ({3 * MB + 120 * KB} bytes) and it lends 1.0 MB ({MB} bytes), "
+        f"2.1 MB ({short} bytes) short"
     )
     (spare,) = notes_about(plan, "x is")
     assert spare.startswith("x is a backup: no cluster would gain from it")
