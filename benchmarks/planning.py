@@ -106,7 +106,7 @@ def _judge_cluster(cluster: ClusterPlan, costs: PageCosts, place: dict[str, int]
     whole = cuts[0] == 0 and cuts[-1] == costs.units and all(a < b for a, b in zip(cuts, cuts[1:], strict=False))
     if not whole or any(a.last_unit != b.first_unit for a, b in zip(cluster.stages, cluster.stages[1:], strict=False)):
         return Judgement(value=0.0, samples_per_s=0.0, problems=(f"cluster {cluster.index} does not hold the model once",))
-    again = np.asarray([stage.recompute for stage in cluster.stages])
+    again = np.asarray([[stage.recompute for stage in cluster.stages]])
     reached = costs.evaluate_with(np.asarray([order]), np.asarray([cuts]), clusters, again)
     value, rate = float(reached.value[0]), float(reached.samples_per_s[0])
     problems = []

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +26,8 @@ MOST_IN_FLIGHT = 4096
 ROUNDING = 1e-9
 """Relative error that is forgiven before a ratio is rounded up."""
 SHORTEST_PERIOD_S = 1e-9
+MOST_CHOSEN = 4
+"""Stages of which every choice is tried."""
 KEPT_BY_OPTIMIZER = {"AdamW": 2, "Adam": 2, "SGD": 0}
 """Tensors per parameter, for the optimizers of this benchmark (without momentum)."""
 
@@ -153,26 +155,48 @@ class PageCosts:
     def evaluate(self, orders: Ints, cuts: Ints, clusters: int) -> Evaluation:
         """Return the most each row can be worth in a plan of so many clusters: orders (rows or 1, stages), cuts (rows, stages + 1).
 
-        The period is the least that memory allows, or a longer one if less staleness is worth more. Every choice of stages that
-        recompute is tried.
+        The period is the least that memory allows, or a longer one if less staleness is worth more. Up to MOST_CHOSEN stages every
+        choice of those that recompute is tried.
         """
         orders = np.broadcast_to(orders, (cuts.shape[0], orders.shape[1]))
-        best = self.evaluate_with(orders, cuts, clusters, np.zeros(orders.shape[1], dtype=bool))
+        kept = np.zeros((1, orders.shape[1]), dtype=bool)
+        best = self.evaluate_with(orders, cuts, clusters, kept)
         # Where memory does not bind, recomputing only takes time.
-        rows = np.flatnonzero(best.period_s > self._limits(orders, cuts, clusters, np.zeros(orders.shape[1], dtype=bool))[0])
+        rows = np.flatnonzero(best.period_s > self._limits(orders, cuts, clusters, kept)[0])
         if not rows.size:
             return best
-        for chosen in itertools.product((False, True), repeat=orders.shape[1]):
-            other = self.evaluate_with(orders[rows], cuts[rows], clusters, np.asarray(chosen, dtype=bool))
-            better = rows[other.value > best.value[rows]]
+        for again in self._choices(orders[rows], cuts[rows], clusters):
+            other = self.evaluate_with(orders[rows], cuts[rows], clusters, again)
+            better = other.value > best.value[rows]
             for name in ("period_s", "in_flight", "samples_per_s", "value"):
-                getattr(best, name)[better] = getattr(other, name)[np.isin(rows, better)]
+                getattr(best, name)[rows[better]] = getattr(other, name)[better]
         return best
 
+    def _choices(self, orders: Ints, cuts: Ints, clusters: int) -> Iterator[Flags]:
+        """Yield the choices of stages that recompute: every one, or for many stages those that a shorter period forces, one by one.
+
+        A stage whose round trip alone is what keeps the period from being shorter must recompute for it to be; that lengthens the round
+        trips before it, and so on.
+        """
+        stages = orders.shape[1]
+        if stages <= MOST_CHOSEN:
+            yield from (np.asarray([chosen], dtype=bool) for chosen in itertools.product((False, True), repeat=stages))
+            return
+        again = np.zeros(orders.shape, dtype=bool)
+        for _ in range(stages):
+            _, trips = self._limits(orders, cuts, clusters, again)
+            with np.errstate(divide="ignore"):
+                waiting = trips / self.most_in_flight(orders, cuts[:, :-1], cuts[:, 1:], clusters > 1, again)
+            forced = (waiting >= waiting.max(axis=1, keepdims=True) * (1 - ROUNDING)) & ~again
+            if not forced.any():
+                return
+            again = again | forced
+            yield again
+
     def evaluate_with(self, orders: Ints, cuts: Ints, clusters: int, again: Flags) -> Evaluation:
-        """Return the most each row can be worth if those stages recompute for which `again`, shape (stages,), is true."""
+        """Return the most each row can be worth if those stages recompute for which `again`, shape (rows or 1, stages), is true."""
         limit, trips = self._limits(orders, cuts, clusters, again)
-        most = self.most_in_flight(orders, cuts[:, :-1], cuts[:, 1:], clusters > 1, again[None, :])
+        most = self.most_in_flight(orders, cuts[:, :-1], cuts[:, 1:], clusters > 1, again)
         with np.errstate(divide="ignore"):
             least = np.maximum(limit, (trips / most).max(axis=1))
         best = self._reached(orders, least, trips)
@@ -194,8 +218,8 @@ class PageCosts:
     def _limits(self, orders: Ints, cuts: Ints, clusters: int, again: Flags) -> tuple[Floats, Floats]:
         """Return the longest of 1 to 4 of the page, shape (rows,), and the round trips R_k (5), shape (rows, stages)."""
         u, v = cuts[:, :-1], cuts[:, 1:]
-        limit = np.maximum(self.busy(orders, u, v, clusters, again[None, :]).max(axis=1), SHORTEST_PERIOD_S)
-        compute = self.compute(orders, u, v, again[None, :])
+        limit = np.maximum(self.busy(orders, u, v, clusters, again).max(axis=1), SHORTEST_PERIOD_S)
+        compute = self.compute(orders, u, v, again)
         trips, beyond = compute.copy(), np.zeros(len(cuts))
         for k in range(orders.shape[1] - 2, -1, -1):
             before, after, cut = orders[:, k], orders[:, k + 1], v[:, k]

@@ -416,7 +416,7 @@ class GroupSearch:
         """Return the states with one node more in front."""
         longer: dict[tuple[Group, int], tuple[list[Orders], list[Floats]]] = {}
         for (nodes, _), (orders, tails) in states.items():
-            others = [place for place in range(len(probe.compute)) if place not in nodes]
+            others = [place for place in range(len(probe.hop)) if place not in nodes]
             heads = np.repeat(np.asarray(others, dtype=np.intp), len(orders))
             extended = np.concatenate([heads[:, None], np.tile(orders, (len(others), 1))], axis=1)
             self._spend(len(extended), 1, 1)

@@ -90,15 +90,13 @@ class PeriodProbe:
     """Looks for cuts that keep one period on a few nodes, which are numbered from 0 here."""
 
     compute: Floats
-    """Seconds by [node, first, last]."""
+    """Seconds by [way, node, first, last]: of stages that keep their activations and, where that may help, that recompute."""
     limit: Floats
-    """Longest round trip that the micro-batches which fit in memory hide, by [node, first, last]; negative if the stage is too slow."""
+    """Longest round trip that the micro-batches which fit in memory hide, as `compute`; negative if the stage is too slow."""
     hop: Floats
     """Seconds there and back by [node, next node, first unit of the next]; infinite if too slow."""
     first_limit: float
     """Longest round trip from a first stage."""
-    again: tuple[Floats, Floats] | None = None
-    """`compute` and `limit` of stages that recompute; None where that hides no longer round trip."""
 
     def tail(self, orders: Orders, tail: Floats | None, *, first: bool) -> Floats:
         """Return the shortest round trip from the first node of each order to the last, by its first unit.
@@ -108,16 +106,16 @@ class PeriodProbe:
         """
         nodes = orders[:, 0]
         if tail is None:
-            compute, limit = self.compute[nodes, :, -1], self.limit[nodes, :, -1]
+            compute, limit = self.compute[0, nodes, :, -1], self.limit[0, nodes, :, -1]
             if first:
                 compute, limit = compute[:, :1], np.minimum(limit[:, :1], self.first_limit)
             return np.where(compute <= limit, compute, np.inf)
         beyond = self.hop[nodes, orders[:, 1]] + tail
         if first:
-            return np.asarray(self.trips(np.s_[nodes, 0], beyond, self.first_limit).min(axis=1)[:, None])
-        shortest = self.trips(np.s_[nodes], beyond[:, None, :], None).min(axis=2)
+            return self.trips(np.s_[:, nodes, 0], beyond, self.first_limit).min(axis=-1)[:, None]
+        shortest = self.trips(np.s_[:, nodes], beyond[:, None, :], None).min(axis=-1)
         shortest[:, 0] = np.inf
-        return np.asarray(shortest)
+        return shortest
 
     def trips(self, stages: Any, beyond: Floats, longest: float | None) -> Floats:
         """Return the round trips from some stages, an index of the tables, with `beyond` behind them.
@@ -125,14 +123,9 @@ class PeriodProbe:
         Infinite for stages whose memory does not hide it, or if it is over `longest`. A stage that fits both ways does not recompute:
         the shorter round trip needs less in flight before it.
         """
-
-        def hidden(compute: Floats, limit: Floats) -> Floats:
-            need: Floats = compute[stages] + beyond
-            need[need > (limit[stages] if longest is None else np.minimum(limit[stages], longest))] = np.inf
-            return need
-
-        kept = hidden(self.compute, self.limit)
-        return kept if self.again is None else np.minimum(kept, hidden(*self.again), out=kept)
+        need: Floats = self.compute[stages] + beyond
+        need[need > (self.limit[stages] if longest is None else np.minimum(self.limit[stages], longest))] = np.inf
+        return need[0] if len(need) == 1 else np.minimum(need[0], need[1], out=need[0])
 
     def round_trips(self, orders: Orders) -> Floats:
         """Return the shortest round trip of each order, shape (orders,); infinite if it cannot keep the period."""
@@ -144,7 +137,7 @@ class PeriodProbe:
 
     def cuts(self) -> tuple[int, ...] | None:
         """Return the cuts with the shortest round trip for the nodes in their own order, or None if there are none."""
-        count, units = self.compute.shape[0], self.compute.shape[1] - 1
+        count, units = self.hop.shape[0], self.hop.shape[2] - 1
         order = np.arange(count)[None, :]
         tails: list[Floats] = []
         for stage in range(count - 1, -1, -1):
@@ -154,7 +147,7 @@ class PeriodProbe:
         cuts = [0]
         for stage, tail in zip(range(count - 1), reversed(tails[:-1]), strict=True):
             beyond = self.hop[stage, stage + 1] + tail[0]
-            cuts.append(int(np.argmin(self.trips(np.s_[stage, cuts[-1]], beyond, None if stage else self.first_limit))))
+            cuts.append(int(np.argmin(self.trips(np.s_[:, stage, cuts[-1]], beyond, None if stage else self.first_limit))))
         return (*cuts, units)
 
 
@@ -192,19 +185,14 @@ class StageCutter:
         slowest = crossing / np.minimum(rate, rate.T)[:, :, None]
         longest = period_s * (1 + SLACK)
         hop = np.where(slowest <= longest, both, np.inf)
-        limit = _hidden(tables, chosen, longest)
-        again = None
-        # No round trip is longer than all stages at this period and all hops together: what hides that much need not recompute.
-        farthest = len(chosen) * longest + float(np.where(np.isfinite(hop), hop, 0.0).max(axis=(1, 2)).sum())
-        if math.isfinite(period_s) and ((limit >= 0) & (limit < farthest)).any():
-            hidden = _hidden(tables.again, chosen, longest)
-            again = (tables.again.compute[chosen], hidden) if (hidden > limit).any() else None
+        compute, busy, hidden = tables.ways
+        limit = hidden[:, chosen] * longest
+        limit[busy[:, chosen] > longest] = -1.0
         return PeriodProbe(
-            compute=tables.compute[chosen],
+            compute=compute[:, chosen],
             limit=limit,
             hop=hop,
             first_limit=math.inf if staleness is None else self._in_flight_at(staleness) * longest,
-            again=again,
         )
 
     def _in_flight_at(self, staleness: int) -> int:
@@ -455,16 +443,6 @@ class StageCutter:
         # Of equals the first is named, and a round trip last.
         limits.sort(key=lambda limit: -limit.seconds * (1 - SLACK if limit.kind == "round trip" else 1))
         return limits, in_flight, tuple(compute), (*send, 0.0)
-
-
-def _hidden(tables: StageTables, nodes: Places, longest: float) -> Floats:
-    """Return the longest round trip that the micro-batches which fit in memory hide at a period, by [node, first, last].
-
-    Negative for a stage that does not fit, or is busy for longer than the period.
-    """
-    limit: Floats = tables.periods_hidden[nodes] * longest
-    limit[tables.busy[nodes] > longest] = -1.0
-    return limit
 
 
 def _needed(trip_s: float, period_s: float) -> int:

@@ -50,9 +50,15 @@ class StageTables:
         return self.make_again()
 
     @cached_property
-    def periods_hidden(self) -> Floats:
-        """Periods that the longest round trip may last for memory to hide it: `most_in_flight`, but -1 where none fits."""
-        return np.where(self.most_in_flight < 1, -1.0, self.most_in_flight)
+    def ways(self) -> tuple[Floats, Floats, Floats]:
+        """Both ways to run a stage, by [way, node, first, last]: keeping and, if that fits more in flight anywhere, recomputing.
+
+        `compute`, `busy`, and the periods that a round trip may last for memory to hide it: `most_in_flight`, but -1 where none fits.
+        """
+        gains = bool((self.again.most_in_flight > self.most_in_flight).any())
+        ways = (self, self.again) if gains else (self,)
+        most = np.stack([way.most_in_flight for way in ways])
+        return np.stack([way.compute for way in ways]), np.stack([way.busy for way in ways]), np.where(most < 1, -1.0, most)
 
     def of(self, recompute: bool) -> StageTables:
         """Return the tables of stages that recompute, or of those that do not."""

@@ -89,6 +89,8 @@ class ScalarModel:
         held, trainable = sum(unit.tensor_bytes for unit in units), sum(unit.trainable_bytes for unit in units)
         saved = sum(unit.saved_bytes for unit in units)
         averaged = sum(tensor.nbytes for unit in units for tensor in unit.tensors if tensor.averaged)
+        largest = max((tensor.nbytes for unit in units for tensor in unit.tensors if tensor.trainable), default=0)
+        held += (2 if self.o else 1) * largest
         ends = 2 * ((self.m if first == 0 else 1) * self.x(first) + self.x(last))
         in_flight = 0
         while in_flight < (self.s.config.max_in_flight or 200):
