@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -372,7 +373,8 @@ class StageRunner:
     ) -> dict[int, Tensor]:
         """Return the gradients of received values; add those of parameters to `sums`, one by one as autograd finds them.
 
-        So a second micro-batch of a batch needs no second set of gradients, and sums are rounded as in one process.
+        So a second micro-batch of a batch needs no second set of gradients, and sums are rounded as in one process. Those of received
+        values are taken before autograd puts them in the order that the value has in memory: later sums would be rounded otherwise.
         """
         roots: list[GradientEdge] = []
         starts: list[Tensor] = []
@@ -387,6 +389,9 @@ class StageRunner:
         leaves = [*weights.values(), *recorded.received.values()]
         if not roots or not leaves:
             return {}
+        found: dict[int, Tensor] = {}
+        for value, leaf in recorded.received.items():
+            leaf.register_hook(partial(found.__setitem__, value))
         for name, total in sums.items():
             weights[name].grad = total
         try:
@@ -396,7 +401,7 @@ class StageRunner:
             # Other micro-batches run with the same leaves.
             for leaf in weights.values():
                 leaf.grad = None
-        return {value: leaf.grad for value, leaf in recorded.received.items() if leaf.grad is not None}
+        return found
 
     def _predicted_weights(self) -> dict[str, Tensor]:
         """Return leaves to run forwards on instead of the current weights; the same ones until the weights change."""

@@ -34,7 +34,8 @@ def ordered_spec_of(name: str, tensor: Tensor) -> TensorSpec:
     if not tensor.is_contiguous():
         # What torch itself makes of strides that are not dense, as of a slice or an expanded tensor.
         strides = torch.empty_like(tensor, device="meta").stride()
-        order = tuple(sorted(range(tensor.dim()), key=lambda dimension: -strides[dimension]))
+        # A dimension of one element can have its neighbour's stride: it comes after, as in the tensor that is made of this order.
+        order = tuple(sorted(range(tensor.dim()), key=lambda dimension: (-strides[dimension], tensor.shape[dimension] == 1)))
     if order == tuple(range(len(order))):
         order = ()
     return TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape), order=order)

@@ -73,6 +73,8 @@ def test_a_dtype_that_may_not_cross_the_wire_is_refused():
         torch.randn(3, 1).expand(3, 4),
         torch.randn(0, 3).t(),
         torch.randn(2, 3),
+        torch.randn(2, 2, 1).transpose(0, -1),
+        torch.randn(3, 1, 1, 2).transpose(0, -1),
     ],
 )
 def test_a_value_arrives_with_the_order_its_dimensions_had_in_memory(tensor: torch.Tensor) -> None:
@@ -80,3 +82,4 @@ def test_a_value_arrives_with_the_order_its_dimensions_had_in_memory(tensor: tor
     back = from_buffer(spec, bytearray(to_buffer(tensor, spec.order)))
     assert torch.equal(back, tensor)
     assert back.numel() == 0 or back.stride() == torch.empty_like(tensor).stride()
+    assert ordered_spec_of("7", back) == spec
