@@ -22,7 +22,7 @@ from torch import Tensor
 from roost import messages as m
 from roost.agent.ring_driver import RingDriver
 from roost.averaging.segment_average import AveragingOptions
-from roost.config import AveragingCodec, TransportConfig
+from roost.config import TensorCodec, TransportConfig
 from roost.transport.credentials import Credentials
 from roost.transport.grpc_transport import GrpcTransport
 from roost.transport.interface import Buffer, Sender
@@ -84,7 +84,7 @@ class Node:
                 transport=self._transport,
                 snapshot=lambda index=plan.index: self._snapshot(index),  # type: ignore[misc]
                 apply=lambda average, _, index=plan.index: self._apply(index, average),  # type: ignore[misc]
-                options=AveragingOptions(codec=AveragingCodec(codec)),
+                options=AveragingOptions(codec=TensorCodec(codec)),
             )
         self._tasks = [asyncio.create_task(ring.run()) for ring in self._rings.values()]
 

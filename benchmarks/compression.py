@@ -31,7 +31,7 @@ from roost.capture.check import even_cuts
 from roost.capture.cut import cut, legal_cuts
 from roost.capture.export import Captured, capture
 from roost.capture.program import StageProgram
-from roost.config import JobConfig, NamedArguments, ValueCodec
+from roost.config import JobConfig, NamedArguments, TensorCodec
 from roost.demo.digits import DigitsCNN, load_digits
 from roost.pipeline.host_buffers import host_buffers
 from roost.pipeline.stage_runner import StageRunner, add_gradients
@@ -114,7 +114,7 @@ class PipelineStage:
 class CodedPipeline:
     """The stages of a captured model, cut evenly, with a codec between them."""
 
-    def __init__(self, subject: TrainedModel, captured: Captured, codec: ValueCodec, seed: int) -> None:
+    def __init__(self, subject: TrainedModel, captured: Captured, codec: TensorCodec, seed: int) -> None:
         self._subject = subject
         self._config = _config(subject, codec, seed)
         cuts = even_cuts(captured, legal_cuts(captured.graph), STAGES)
@@ -222,7 +222,7 @@ class CodedPipeline:
             self._handle(other, schedules.GradientsArrived(number=number, source=index))
 
 
-def _config(subject: TrainedModel, codec: ValueCodec, seed: int) -> JobConfig:
+def _config(subject: TrainedModel, codec: TensorCodec, seed: int) -> JobConfig:
     return JobConfig(
         job_id="compression",
         optimizer=NamedArguments(name="AdamW", arguments=(("lr", subject.rate),)),
@@ -251,18 +251,18 @@ def _header(number: int, samples: int, seed: int, *, training: bool) -> MicroBat
 
 def measure(subject: TrainedModel, seeds: tuple[int, ...]) -> dict[str, dict[str, Any]]:
     """Return by codec the loss of every seed, over that with exact values (median, least and largest), and the bytes of a micro-batch."""
-    losses: dict[ValueCodec, list[float]] = {codec: [] for codec in ValueCodec}
-    sizes: dict[ValueCodec, float] = {}
+    losses: dict[TensorCodec, list[float]] = {codec: [] for codec in TensorCodec}
+    sizes: dict[TensorCodec, float] = {}
     for seed in seeds:
         torch.manual_seed(seed)
         inputs, labels = (part[: subject.batch_size] for part in subject.training)
         captured = capture(subject.model(), subject.loss, (inputs,), (labels,))
-        for codec in ValueCodec:
+        for codec in TensorCodec:
             pipeline = CodedPipeline(subject, captured, codec, seed)
             pipeline.train()
             losses[codec].append(pipeline.evaluate())
             sizes[codec] = pipeline.wire_bytes / subject.updates
-    exact = losses[ValueCodec.NONE]
+    exact = losses[TensorCodec.NONE]
     figures: dict[str, dict[str, Any]] = {}
     for codec, found in losses.items():
         ratios = [loss / base for loss, base in zip(found, exact, strict=True)]
@@ -272,7 +272,7 @@ def measure(subject: TrainedModel, seeds: tuple[int, ...]) -> dict[str, dict[str
             "least": round(min(ratios), 4),
             "largest": round(max(ratios), 4),
             "bytes": round(sizes[codec]),
-            "bytes_over_none": round(sizes[codec] / sizes[ValueCodec.NONE], 4),
+            "bytes_over_none": round(sizes[codec] / sizes[TensorCodec.NONE], 4),
         }
     return figures
 

@@ -25,7 +25,7 @@ from roost.capture.tracing import own_loss
 from roost.checkpoint.manifest import MANIFEST_FILE
 from roost.checkpoint.reader import Checkpoint, latest, load
 from roost.checkpoint.writer import check_writable
-from roost.config import AUTO_CORRECTION, ArgumentValue, AveragingCodec, JobConfig, NamedArguments, OuterOptimizer, ValueCodec, require
+from roost.config import AUTO_CORRECTION, ArgumentValue, JobConfig, NamedArguments, OuterOptimizer, TensorCodec, require
 from roost.errors import CheckpointMismatchError, InvalidConfigError, InvalidDataError
 from roost.pipeline.allocator import keep_freed_memory
 from roost.pipeline.optimizer import build_optimizer, check_optimizer
@@ -424,8 +424,8 @@ def _config(job: Job, samples: int, validation_samples: int, checkpoint: Checkpo
         micro_batch_size=min(micro_batch_size, samples),
         epochs=job.epochs,
         averaging_interval=job.averaging_interval,
-        averaging_compression=_choice(AveragingCodec, job.averaging_compression, "averaging_compression"),
-        activation_compression=_choice(ValueCodec, job.activation_compression, "activation_compression"),
+        averaging_compression=_choice(TensorCodec, job.averaging_compression, "averaging_compression"),
+        activation_compression=_choice(TensorCodec, job.activation_compression, "activation_compression"),
         outer_optimizer=_choice(OuterOptimizer, job.outer_optimizer, "outer_optimizer"),
         outer_learning_rate=job.outer_learning_rate,
         outer_momentum=job.outer_momentum,

@@ -46,26 +46,15 @@ AUTOMATIC_INTERVAL = 16
 """Updates between two averaging rounds that the planner counts with where nodes choose the interval from what they measure."""
 
 
-class AveragingCodec(StrEnum):
-    """What averaging rings send for a value of a segment (docs/averaging.md)."""
+class TensorCodec(StrEnum):
+    """What is sent in place of float32 numbers: values of a segment in rings, values and gradients between stages (docs/averaging.md)."""
 
     NONE = "none"
-    """The value in the dtype of the sum."""
-    FP16 = "fp16"
-    """Half precision of the difference to the last mean, with a common power of two per block."""
-    INT8 = "int8"
-    """A signed byte of the difference to the last mean, with a scale per block and error feedback."""
-
-
-class ValueCodec(StrEnum):
-    """What the stages of a cluster send each other for a value that carries a gradient, and for that gradient (docs/averaging.md)."""
-
-    NONE = "none"
-    """The value as it is."""
+    """The number as it is."""
     FP16 = "fp16"
     """Half precision, with a common power of two per block."""
     INT8 = "int8"
-    """A signed byte, with a scale per block."""
+    """A signed byte, with a scale per block; in rings with error feedback."""
 
 
 class OuterOptimizer(StrEnum):
@@ -77,10 +66,8 @@ class OuterOptimizer(StrEnum):
     """They take a step with Nesterov momentum from the last average towards it."""
 
 
-BYTES_PER_AVERAGED_BYTE = {AveragingCodec.NONE: 1.0, AveragingCodec.FP16: 0.5003, AveragingCodec.INT8: 0.254}
-"""Bytes on the wire per byte of float32 parameters, scales included."""
-BYTES_PER_VALUE_BYTE = {ValueCodec.NONE: 1.0, ValueCodec.FP16: 0.5003, ValueCodec.INT8: 0.254}
-"""Bytes on the wire per byte of float32 values and gradients between stages, scales included."""
+BYTES_PER_ENCODED_BYTE = {TensorCodec.NONE: 1.0, TensorCodec.FP16: 0.5003, TensorCodec.INT8: 0.254}
+"""Bytes on the wire per byte of float32 numbers, scales included."""
 
 
 def require(condition: bool, what: str) -> None:
@@ -133,9 +120,9 @@ class JobConfig:
     """Times every training sample is consumed."""
     averaging_interval: int = 16
     """Updates of a stage between the starts of two averaging rounds; 0 lets nodes choose from what rounds and updates take them."""
-    averaging_compression: AveragingCodec = AveragingCodec.NONE
+    averaging_compression: TensorCodec = TensorCodec.NONE
     """What rings send between synchronisation points; the rounds at those points are exact."""
-    activation_compression: ValueCodec = ValueCodec.NONE
+    activation_compression: TensorCodec = TensorCodec.NONE
     """What stages send each other in training; in evaluation values are exact."""
     outer_optimizer: OuterOptimizer = OuterOptimizer.MEAN
     """What is made of the average of a round."""
@@ -210,8 +197,8 @@ class JobConfig:
         That is the last mean if rounds average differences to it, the rounding errors of int8, and the outer momentum.
         """
         outer = self.outer_optimizer is not OuterOptimizer.MEAN
-        differences = outer or self.averaging_compression is not AveragingCodec.NONE
-        return 2 + differences + outer + (self.averaging_compression is AveragingCodec.INT8)
+        differences = outer or self.averaging_compression is not TensorCodec.NONE
+        return 2 + differences + outer + (self.averaging_compression is TensorCodec.INT8)
 
 
 def _check_correction(correction: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import ClassVar
 
-from roost.config import AveragingCodec, JobConfig, ValueCodec
+from roost.config import JobConfig, TensorCodec
 from roost.types import (
     EpochResult,
     EvaluationResult,
@@ -475,7 +475,7 @@ class Activation(Message):
     values: tuple[TensorSpec, ...]
     """Named by the graph's value numbers."""
     rng: bool
-    codecs: tuple[ValueCodec, ...] = ()
+    codecs: tuple[TensorCodec, ...] = ()
     """How the buffer of each value is encoded; empty: none is."""
 
 
@@ -491,7 +491,7 @@ class Gradient(Message):
     values: tuple[TensorSpec, ...]
     evaluation: bool
     """True: nothing but word from the last stage to the first that an evaluation micro-batch is through."""
-    codecs: tuple[ValueCodec, ...] = ()
+    codecs: tuple[TensorCodec, ...] = ()
     """As in Activation."""
 
 
@@ -516,7 +516,7 @@ class OpenRound(Message):
     round: int
     base: int = -1
     """The round whose mean the members' values are differences to (0: the initial weights); -1 for the values themselves."""
-    codec: AveragingCodec = AveragingCodec.NONE
+    codec: TensorCodec = TensorCodec.NONE
     """How chunks of the round are encoded."""
 
 
@@ -540,7 +540,7 @@ class RingChunk(Message):
     """Which piece of the chunk this is: chunks travel in pieces, so that the next member need not wait for the whole."""
     base: int = -1
     """As in OpenRound."""
-    codec: AveragingCodec = AveragingCodec.NONE
+    codec: TensorCodec = TensorCodec.NONE
     """How the buffer is encoded."""
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from roost import messages as m
 from roost.agent.ring_sender import RingSender
 from roost.averaging.segment_average import AveragingOptions, SegmentAverage
-from roost.config import AveragingCodec
+from roost.config import TensorCodec
 from roost.errors import DeadlineError, MalformedMessageError, ProtocolError, RoostError
 from roost.protocol import averaging_round as rounds
 from roost.transport.interface import Buffer, Transport
@@ -163,14 +163,14 @@ class RingDriver:
         )
         self._events.put_nowait(event)
 
-    def _terms(self, sender: str, number: int, base: int, codec: AveragingCodec) -> rounds.RoundTerms:
+    def _terms(self, sender: str, number: int, base: int, codec: TensorCodec) -> rounds.RoundTerms:
         """Return how a round goes that `sender` speaks of.
 
         Raises MalformedMessageError for a round beyond the next ordered one, where nobody can be yet, or terms this job has not.
         """
         if not 0 < number < rounds.ordered_round(self._orders + 2):
             raise MalformedMessageError(f"{sender} speaks of round {number} of segment {self._segment.index}, which cannot be yet")
-        known = codec in (AveragingCodec.NONE, self._options.codec) and (base != rounds.NO_BASE or codec is AveragingCodec.NONE)
+        known = codec in (TensorCodec.NONE, self._options.codec) and (base != rounds.NO_BASE or codec is TensorCodec.NONE)
         if not known or not rounds.NO_BASE <= base < number or (base != rounds.NO_BASE and not self._options.differences):
             raise MalformedMessageError(
                 f"{sender} averages segment {self._segment.index} with codec {codec} from round {base}, unlike this job"

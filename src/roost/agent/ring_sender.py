@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from roost import messages as m
 from roost.averaging.segment_average import SegmentAverage
-from roost.config import AveragingCodec
+from roost.config import TensorCodec
 from roost.errors import TransportError
 from roost.protocol.averaging_events import SendChunk, SendOpen
 from roost.transport.interface import Buffer, Lane, Transport
@@ -117,7 +117,7 @@ class RingSender:
         await self._transport.send(self._peers[instruction.peer], message, [read.buffer], lane=Lane.AVERAGING)
 
     async def _encoded(self, instruction: SendChunk) -> ReadChunk:
-        if instruction.terms.codec is AveragingCodec.NONE:
+        if instruction.terms.codec is TensorCodec.NONE:
             return self._read(instruction)
         return await asyncio.to_thread(self._read, instruction)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from roost.averaging import codecs
-from roost.config import AveragingCodec, ValueCodec
+from roost.config import TensorCodec
 from roost.errors import MalformedMessageError
 from roost.pipeline.host_buffers import HostBuffers
 from roost.pipeline.tensor_bytes import DTYPES, arranged, bytes_of, flattened, from_buffer, ordered_spec_of
@@ -31,7 +31,7 @@ class WireValue:
     """A value that has arrived, checked but not yet decoded."""
 
     spec: TensorSpec
-    codec: ValueCodec
+    codec: TensorCodec
     buffer: Buffer
 
 
@@ -40,7 +40,7 @@ class PackedValues:
     """Values ready to be sent to one stage."""
 
     specs: tuple[TensorSpec, ...]
-    codecs: tuple[ValueCodec, ...]
+    codecs: tuple[TensorCodec, ...]
     """Empty if no value is encoded."""
     buffers: list[Buffer]
     wait: Callable[[], None] | None
@@ -55,7 +55,7 @@ class PackedValues:
 class ValueWire:
     """Packs what a stage sends and unpacks what it receives; `pack` and `unpack` are for the thread that computes."""
 
-    def __init__(self, codec: ValueCodec, differentiable: frozenset[int], host: HostBuffers) -> None:
+    def __init__(self, codec: TensorCodec, differentiable: frozenset[int], host: HostBuffers) -> None:
         """`differentiable` are the numbers of the values that carry a gradient."""
         self._codec = codec
         self._differentiable = differentiable
@@ -68,23 +68,23 @@ class ValueWire:
         chosen = tuple(self._choose(spec, elements, training) for spec, elements in zip(specs, flat, strict=True))
         flat = [_encoded(codec, elements) for codec, elements in zip(chosen, flat, strict=True)]
         host = self._host.to_host(flat)
-        encoded = any(codec is not ValueCodec.NONE for codec in chosen)
+        encoded = any(codec is not TensorCodec.NONE for codec in chosen)
         buffers: list[Buffer] = [bytes_of(elements) for elements in host.tensors]
         return PackedValues(specs=specs, codecs=chosen if encoded else (), buffers=buffers, wait=host.wait)
 
-    def _choose(self, spec: TensorSpec, elements: Tensor, training: bool) -> ValueCodec:
+    def _choose(self, spec: TensorSpec, elements: Tensor, training: bool) -> TensorCodec:
         if not training or not self._may_be_encoded(spec) or _wire_bytes(self._codec, spec) >= spec.nbytes:
-            return ValueCodec.NONE
-        return self._codec if _all_within(elements, LARGEST) else ValueCodec.NONE
+            return TensorCodec.NONE
+        return self._codec if _all_within(elements, LARGEST) else TensorCodec.NONE
 
     def _may_be_encoded(self, spec: TensorSpec) -> bool:
-        encodes = self._codec is not ValueCodec.NONE and spec.dtype in FLOATING
+        encodes = self._codec is not TensorCodec.NONE and spec.dtype in FLOATING
         return encodes and int(spec.name) in self._differentiable
 
     def arrived(
         self,
         specs: Sequence[TensorSpec],
-        chosen: Sequence[ValueCodec],
+        chosen: Sequence[TensorCodec],
         buffers: Sequence[Buffer],
         expected: Sequence[int],
         *,
@@ -95,14 +95,14 @@ class ValueWire:
         Raises MalformedMessageError for other values than the `expected`, a codec they may not have, or a wrong number of bytes.
         """
         known = {str(value): value for value in expected}
-        all_codecs = chosen or (ValueCodec.NONE,) * len(specs)
+        all_codecs = chosen or (TensorCodec.NONE,) * len(specs)
         if not len(specs) == len(buffers) == len(all_codecs):
             raise MalformedMessageError(f"{len(specs)} tensors with {len(chosen)} codecs announced, {len(buffers)} sent")
         values = {}
         for spec, codec, buffer in zip(specs, all_codecs, buffers, strict=True):
             if spec.name not in known:
                 raise MalformedMessageError(f"value {spec.name!r} is not one that crosses here")
-            if codec is not ValueCodec.NONE and not (training and codec is self._codec and self._may_be_encoded(spec)):
+            if codec is not TensorCodec.NONE and not (training and codec is self._codec and self._may_be_encoded(spec)):
                 raise MalformedMessageError(f"value {spec.name!r} came with codec {codec}, which it cannot have here")
             if (found := memoryview(buffer).nbytes) != (wanted := _wire_bytes(codec, spec)):
                 raise MalformedMessageError(f"value {spec.name!r} came with {found} bytes, not {wanted}")
@@ -116,22 +116,22 @@ class ValueWire:
         }
 
 
-def _wire_bytes(codec: ValueCodec, spec: TensorSpec) -> int:
-    if codec is ValueCodec.NONE:
+def _wire_bytes(codec: TensorCodec, spec: TensorSpec) -> int:
+    if codec is TensorCodec.NONE:
         return spec.nbytes
     element_bytes = DTYPES[spec.dtype].itemsize
-    return codecs.encoded_bytes(AveragingCodec(codec), spec.nbytes // element_bytes, element_bytes)
+    return codecs.encoded_bytes(codec, spec.nbytes // element_bytes, element_bytes)
 
 
-def _encoded(codec: ValueCodec, elements: Tensor) -> Tensor:
-    return elements if codec is ValueCodec.NONE else codecs.encode(AveragingCodec(codec), elements)
+def _encoded(codec: TensorCodec, elements: Tensor) -> Tensor:
+    return elements if codec is TensorCodec.NONE else codecs.encode(codec, elements)
 
 
 def _decoded(value: WireValue) -> Tensor:
-    if value.codec is ValueCodec.NONE:
+    if value.codec is TensorCodec.NONE:
         return from_buffer(value.spec, value.buffer)
     dtype = DTYPES[value.spec.dtype]
-    elements = codecs.decode(AveragingCodec(value.codec), value.buffer, value.spec.nbytes // dtype.itemsize, torch.float32)
+    elements = codecs.decode(value.codec, value.buffer, value.spec.nbytes // dtype.itemsize, torch.float32)
     if not _all_within(elements, float("inf")):
         raise MalformedMessageError(f"value {value.spec.name!r} encodes numbers that are not finite")
     return arranged(value.spec, elements.to(dtype))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from roost.config import AveragingCodec
+from roost.config import TensorCodec
 from roost.errors import MalformedMessageError
 
 INT8_BLOCK = 256
@@ -30,28 +30,28 @@ _Scales = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From the largest magnitude of each block, (blocks,), to what its elements are multiplied by when read, and when written."""
 
 
-def encoded_bytes(codec: AveragingCodec, count: int, element_bytes: int) -> int:
+def encoded_bytes(codec: TensorCodec, count: int, element_bytes: int) -> int:
     """Return the bytes that `count` values take; `element_bytes` is the size of a value that is not encoded."""
-    if codec is AveragingCodec.INT8:
+    if codec is TensorCodec.INT8:
         return 4 * _blocks(count, INT8_BLOCK) + count
-    if codec is AveragingCodec.FP16:
+    if codec is TensorCodec.FP16:
         return 4 * _blocks(count, FP16_BLOCK) + 2 * count
     return count * element_bytes
 
 
-def encode(codec: AveragingCodec, values: Tensor) -> Tensor:
+def encode(codec: TensorCodec, values: Tensor) -> Tensor:
     """Return `values`, (n,) float, as (encoded_bytes,) uint8: the blocks' float32 scales, then the elements.
 
     INT8 and FP16 need finite values. NONE gives a view.
     """
-    if codec is AveragingCodec.NONE:
+    if codec is TensorCodec.NONE:
         return values.view(torch.uint8)
-    if codec is AveragingCodec.INT8:
+    if codec is TensorCodec.INT8:
         return _encode_blocks(values.float(), INT8_BLOCK, _int8_scales, torch.int8)
     return _encode_blocks(values.float(), FP16_BLOCK, _fp16_scales, torch.float16)
 
 
-def decode(codec: AveragingCodec, buffer: Bytes, count: int, dtype: torch.dtype) -> Tensor:
+def decode(codec: TensorCodec, buffer: Bytes, count: int, dtype: torch.dtype) -> Tensor:
     """Return the `count` values in `buffer`, (count,), in `dtype` if they are not encoded and in float32 if they are.
 
     They are not looked at: `all_finite` does that. Raises MalformedMessageError if the length is wrong.
@@ -63,9 +63,9 @@ def decode(codec: AveragingCodec, buffer: Bytes, count: int, dtype: torch.dtype)
     if count == 0:
         return torch.empty(0, dtype=dtype)
     raw = torch.frombuffer(bytearray(view) if view.readonly else view.cast("B"), dtype=torch.uint8)
-    if codec is AveragingCodec.NONE:
+    if codec is TensorCodec.NONE:
         values = raw.view(dtype)
-    elif codec is AveragingCodec.INT8:
+    elif codec is TensorCodec.INT8:
         values = _decode_blocks(raw, count, INT8_BLOCK, torch.int8)
     else:
         values = _decode_blocks(raw, count, FP16_BLOCK, torch.float16)

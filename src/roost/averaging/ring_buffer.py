@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from roost.averaging.codecs import Bytes, all_finite, decode
-from roost.config import AveragingCodec
+from roost.config import TensorCodec
 from roost.errors import MalformedMessageError, ProtocolError
 
 _DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64"}
@@ -80,7 +80,7 @@ class SegmentBuffer:
         """Return a (n,) view of piece `piece` of chunk `index`; the first pieces have one element more if they cannot all be equal."""
         return _part(self.chunk(index), self._pieces, piece)
 
-    def add(self, index: int, buffer: Bytes, piece: int = 0, codec: AveragingCodec = AveragingCodec.NONE) -> None:
+    def add(self, index: int, buffer: Bytes, piece: int = 0, codec: TensorCodec = TensorCodec.NONE) -> None:
         """Add a received partial sum to a piece of chunk `index`.
 
         Raises MalformedMessageError if its length is wrong or the sum is not finite any more.
@@ -89,7 +89,7 @@ class SegmentBuffer:
         if not all_finite(summed):
             raise MalformedMessageError(f"chunk {index} of an averaging round has a value that is not finite")
 
-    def store(self, index: int, buffer: Bytes, piece: int = 0, codec: AveragingCodec = AveragingCodec.NONE) -> None:
+    def store(self, index: int, buffer: Bytes, piece: int = 0, codec: TensorCodec = TensorCodec.NONE) -> None:
         """Set a piece of chunk `index` to received final values.
 
         Raises MalformedMessageError if their length is wrong or one of them is not finite.
@@ -119,7 +119,7 @@ class SegmentBuffer:
         source = self._flat if flat is None else flat
         return {name: source[where].view(self._shapes[name][0]).to(self._shapes[name][1]) for name, where in self.slices().items()}
 
-    def _received(self, index: int, buffer: Bytes, piece: int, codec: AveragingCodec) -> Tensor:
+    def _received(self, index: int, buffer: Bytes, piece: int, codec: TensorCodec) -> Tensor:
         try:
             return decode(codec, buffer, self.piece(index, piece).numel(), self._flat.dtype)
         except MalformedMessageError as error:

@@ -11,7 +11,7 @@ from torch import Tensor
 from roost.averaging.codecs import Bytes, all_finite, decode, encode
 from roost.averaging.outer_step import OuterStep
 from roost.averaging.ring_buffer import SegmentBuffer
-from roost.config import AveragingCodec
+from roost.config import TensorCodec
 from roost.errors import NonFiniteLossError, ProtocolError
 
 
@@ -19,7 +19,7 @@ from roost.errors import NonFiniteLossError, ProtocolError
 class AveragingOptions:
     """How the members of a ring average: the same for all of them."""
 
-    codec: AveragingCodec = AveragingCodec.NONE
+    codec: TensorCodec = TensorCodec.NONE
     """Of background rounds."""
     outer_learning_rate: float = 0.0
     """Of the outer optimizer; 0: the average itself is taken."""
@@ -31,7 +31,7 @@ class AveragingOptions:
     @property
     def differences(self) -> bool:
         """True if rounds average differences to the last mean: they are small, so they can be sent in few bits."""
-        return self.codec is not AveragingCodec.NONE or self.outer_learning_rate > 0
+        return self.codec is not TensorCodec.NONE or self.outer_learning_rate > 0
 
 
 class SegmentAverage:
@@ -51,7 +51,7 @@ class SegmentAverage:
         self._lost: Tensor | None = None  # what int8 has rounded away, in the units it was sent in
         self._memory: Tensor | None = None
         self._buffer: SegmentBuffer | None = None
-        self._codec = AveragingCodec.NONE
+        self._codec = TensorCodec.NONE
         self._from_base = False
         self._weight = 0.0
         self._filled: set[int] = set()  # chunks that hold values by now
@@ -79,7 +79,7 @@ class SegmentAverage:
             buffer.fill(chunk)
         self._base = buffer.flat
 
-    def begin(self, snapshot: Mapping[str, Tensor], weight: float, *, from_base: bool, codec: AveragingCodec, reuse: bool) -> None:
+    def begin(self, snapshot: Mapping[str, Tensor], weight: float, *, from_base: bool, codec: TensorCodec, reuse: bool) -> None:
         """Start a round with this member's `snapshot`, which must not change before `end`; `weight` are the samples behind it.
 
         `from_base`: average differences to the base. `reuse`: nothing of the last round waits to be sent, so its memory may be
@@ -88,7 +88,7 @@ class SegmentAverage:
         buffer = SegmentBuffer(snapshot, self._parts, self._pieces, self._memory if reuse else None)
         if from_base and self._base is None:
             raise ProtocolError("a round averages differences, but this member has no last mean")
-        if codec is AveragingCodec.INT8 and self._lost is None:
+        if codec is TensorCodec.INT8 and self._lost is None:
             self._lost = torch.zeros_like(buffer.flat)
         self._memory, self._buffer = buffer.flat, buffer
         self._codec, self._from_base = codec, from_base
@@ -117,13 +117,13 @@ class SegmentAverage:
     def store(self, chunk: int, piece: int, buffer: Bytes) -> None:
         """Take a received mean, which is passed on as it came. Raises MalformedMessageError."""
         self._running.store(chunk, buffer, piece, self._codec)
-        if self._codec is not AveragingCodec.NONE:
+        if self._codec is not TensorCodec.NONE:
             self._encoded[chunk, piece] = buffer
 
     def scale(self, chunk: int, piece: int, total_weight: float) -> None:
         """Make a complete sum the mean; this member takes what the others will decode. Raises ProtocolError."""
         self._running.scale(chunk, total_weight, piece)
-        if self._codec is not AveragingCodec.NONE:
+        if self._codec is not TensorCodec.NONE:
             values = self._running.piece(chunk, piece)
             encoded, decoded = self._encode(values)
             values.copy_(decoded)
@@ -135,7 +135,7 @@ class SegmentAverage:
         if kept is not None:
             return kept
         values = self._running.piece(chunk, piece)
-        return _bytes(values) if self._codec is AveragingCodec.NONE else self._encode(values)[0]
+        return _bytes(values) if self._codec is TensorCodec.NONE else self._encode(values)[0]
 
     def finish(self) -> dict[str, Tensor]:
         """Return what the weights should become, of a round whose pieces are all means; the tensors are only lent.
@@ -166,7 +166,7 @@ class SegmentAverage:
 
     def _encode(self, values: Tensor) -> tuple[Bytes, Tensor]:
         """Return the bytes of `values` and what they decode to; int8 adds what was lost the last time and keeps what is lost now."""
-        if self._codec is not AveragingCodec.INT8:
+        if self._codec is not TensorCodec.INT8:
             encoded = encode(self._codec, values)
             return _bytes(encoded), decode(self._codec, _bytes(encoded), values.numel(), values.dtype)
         lost = self._lost_of(values)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from roost.config import BYTES_PER_VALUE_BYTE, JobConfig, PlanningConfig, format_bytes
+from roost.config import BYTES_PER_ENCODED_BYTE, JobConfig, PlanningConfig, format_bytes
 from roost.errors import PlanningError
 from roost.planning.planner import Planner
 from roost.planning.variations import PoolView
@@ -307,7 +307,7 @@ def hop_bytes(profile: ModelProfile, cluster: ClusterPlan, config: JobConfig, op
 
     0 for the last stage.
     """
-    compression = options.activation_compression * BYTES_PER_VALUE_BYTE[config.activation_compression]
+    compression = options.activation_compression * BYTES_PER_ENCODED_BYTE[config.activation_compression]
     crossing = [profile.units[stage.last_unit - 1].crossing_bytes * compression for stage in cluster.stages]
     return [*crossing[:-1], 0.0]
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from roost.config import BYTES_PER_AVERAGED_BYTE, BYTES_PER_VALUE_BYTE, JobConfig, PlanningConfig
+from roost.config import BYTES_PER_ENCODED_BYTE, JobConfig, PlanningConfig
 from roost.planning.cost import Floats, UnitCosts
 from roost.planning.memory import MemoryModel
 from roost.planning.network import Network
@@ -106,7 +106,7 @@ class TableMaker:
 
         The codec is not for the data that the first stage receives.
         """
-        codec = np.full(self.costs.crossing_bytes.shape, BYTES_PER_VALUE_BYTE[self.config.activation_compression])
+        codec = np.full(self.costs.crossing_bytes.shape, BYTES_PER_ENCODED_BYTE[self.config.activation_compression])
         codec[0] = 1.0
         return np.asarray(self.costs.crossing_bytes * self.options.activation_compression * codec, dtype=np.float64)
 
@@ -151,7 +151,7 @@ class TableMaker:
     @property
     def averaging_compression(self) -> float:
         """Bytes on the wire per byte of averaged parameters, by the planner's options and the job's codec."""
-        return self.options.averaging_compression * BYTES_PER_AVERAGED_BYTE[self.config.averaging_compression]
+        return self.options.averaging_compression * BYTES_PER_ENCODED_BYTE[self.config.averaging_compression]
 
     def _averaging_share(self, clusters: int) -> float:
         """Return the bytes per micro-batch and per averaged byte that a ring of that many members sends."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from roost.config import AveragingCodec
+from roost.config import TensorCodec
 
 NO_BASE = -1
 """In place of a round's number: the values themselves are averaged."""
@@ -16,7 +16,7 @@ class RoundTerms:
 
     base: int = NO_BASE
     """The round whose mean the values are differences to; 0: the initial weights. NO_BASE: the values themselves are averaged."""
-    codec: AveragingCodec = AveragingCodec.NONE
+    codec: TensorCodec = TensorCodec.NONE
     """How chunks are encoded."""
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 
-from roost.config import AveragingCodec
+from roost.config import TensorCodec
 from roost.errors import ProtocolError
 from roost.protocol.averaging_events import (
     NO_BASE,
@@ -159,7 +159,7 @@ class RingMember:
         deadline_s: float,
         *,
         pieces: int = 1,
-        codec: AveragingCodec = AveragingCodec.NONE,
+        codec: TensorCodec = TensorCodec.NONE,
         differences: bool = False,
     ) -> None:
         """`members` in ring order, `me` among them; a round is abandoned `deadline_s` after it was first heard of or last moved.
@@ -312,7 +312,7 @@ class RingMember:
         """Return how a round goes that is opened here."""
         if not self._differences or self._plain_next:
             return PLAIN
-        return RoundTerms(base=self._finished, codec=AveragingCodec.NONE if exact else self._codec)
+        return RoundTerms(base=self._finished, codec=TensorCodec.NONE if exact else self._codec)
 
     def _forget(self, last: int) -> None:
         """Drop what is remembered of rounds up to `last`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from roost import messages as m
 from roost.agent.ring_driver import RingDriver
 from roost.averaging.segment_average import AveragingOptions
-from roost.config import AveragingCodec
+from roost.config import TensorCodec
 from roost.errors import MalformedMessageError, NonFiniteLossError
 from roost.transport.inproc import InprocNetwork, InprocTransport
 from roost.transport.interface import Buffer, Sender
@@ -268,8 +268,8 @@ def test_a_chunk_that_cannot_be_averaged_ends_the_round_and_is_laid_at_its_sende
     ("fields", "why"),
     [
         ({"dtype": "int8"}, "dtype 'int8'"),
-        ({"codec": AveragingCodec.INT8, "base": 0}, "unlike this job"),
-        ({"codec": AveragingCodec.FP16}, "unlike this job"),
+        ({"codec": TensorCodec.INT8, "base": 0}, "unlike this job"),
+        ({"codec": TensorCodec.FP16}, "unlike this job"),
         ({"base": 0}, "unlike this job"),
         ({"base": -2}, "unlike this job"),
     ],
@@ -328,8 +328,8 @@ async def train_and_average(members: dict[str, Member]) -> Tensor:
     return mean
 
 
-@pytest.mark.parametrize(("codec", "close"), [(AveragingCodec.NONE, 1e-5), (AveragingCodec.FP16, 1e-3), (AveragingCodec.INT8, 0.03)])
-def test_rounds_of_every_codec_leave_the_same_bits_close_to_the_mean(codec: AveragingCodec, close: float) -> None:
+@pytest.mark.parametrize(("codec", "close"), [(TensorCodec.NONE, 1e-5), (TensorCodec.FP16, 1e-3), (TensorCodec.INT8, 0.03)])
+def test_rounds_of_every_codec_leave_the_same_bits_close_to_the_mean(codec: TensorCodec, close: float) -> None:
     members = three_clusters()
 
     async def scenario() -> None:
@@ -373,7 +373,7 @@ def test_an_outer_optimizer_steps_the_same_on_every_member() -> None:
 
 def test_a_member_that_missed_a_round_gets_the_common_weights_in_the_next() -> None:
     members = three_clusters()
-    options = AveragingOptions(codec=AveragingCodec.INT8)
+    options = AveragingOptions(codec=TensorCodec.INT8)
 
     async def scenario() -> None:
         async with running(members, [LARGE], options=options), asyncio.timeout(60):

@@ -8,7 +8,7 @@ import torch
 from roost import messages as m
 from roost.agent.ring_sender import RingSender
 from roost.averaging.segment_average import AveragingOptions, SegmentAverage
-from roost.config import AveragingCodec
+from roost.config import TensorCodec
 from roost.errors import PeerUnreachableError
 from roost.protocol.averaging_events import SendChunk, SendOpen
 from roost.transport.interface import Buffer, Lane
@@ -41,7 +41,7 @@ class SlowTransport:
 
 def average_of(value: float, pieces: int) -> SegmentAverage:
     average = SegmentAverage(parts=2, pieces=pieces, options=AveragingOptions())
-    average.begin({"w": torch.full((2 * pieces,), value)}, 1.0, from_base=False, codec=AveragingCodec.NONE, reuse=False)
+    average.begin({"w": torch.full((2 * pieces,), value)}, 1.0, from_base=False, codec=TensorCodec.NONE, reuse=False)
     average.fill(0)
     average.fill(1)
     return average
@@ -91,7 +91,7 @@ def test_means_that_still_wait_are_sent_as_they_were_when_the_round_ended() -> N
         await sender.detach()
         average.end(finished=True)
         assert not sender.idle
-        average.begin({"w": torch.zeros(4)}, 1.0, from_base=False, codec=AveragingCodec.NONE, reuse=sender.idle)
+        average.begin({"w": torch.zeros(4)}, 1.0, from_base=False, codec=TensorCodec.NONE, reuse=sender.idle)
         average.fill(0)
         await let_go(transport, 2)
         task.cancel()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from roost.averaging.segment_average import AveragingOptions, SegmentAverage
-from roost.config import AveragingCodec
+from roost.config import TensorCodec
 from roost.errors import MalformedMessageError, NonFiniteLossError, ProtocolError
 
 PIECES = 3
@@ -33,7 +33,7 @@ def one_round(
     weights: list[float],
     *,
     from_base: bool,
-    codec: AveragingCodec,
+    codec: TensorCodec,
     reuse: bool = True,
 ) -> list[dict[str, Tensor]]:
     """Return what every member's weights should become."""
@@ -71,8 +71,8 @@ def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-@pytest.mark.parametrize(("codec", "close"), [(AveragingCodec.NONE, 1e-5), (AveragingCodec.FP16, 1e-3), (AveragingCodec.INT8, 0.03)])
-def test_all_members_get_the_same_bits_close_to_the_mean(count: int, codec: AveragingCodec, close: float) -> None:
+@pytest.mark.parametrize(("codec", "close"), [(TensorCodec.NONE, 1e-5), (TensorCodec.FP16, 1e-3), (TensorCodec.INT8, 0.03)])
+def test_all_members_get_the_same_bits_close_to_the_mean(count: int, codec: TensorCodec, close: float) -> None:
     options = AveragingOptions(codec=codec, outer_learning_rate=0.0)
     ring, common = members(count, options), tensors(0)
     if options.differences:
@@ -90,7 +90,7 @@ def test_all_members_get_the_same_bits_close_to_the_mean(count: int, codec: Aver
 
 
 def test_what_int8_loses_in_one_round_it_makes_good_in_the_next() -> None:
-    ring, common = members(2, AveragingOptions(codec=AveragingCodec.INT8)), tensors(0)
+    ring, common = members(2, AveragingOptions(codec=TensorCodec.INT8)), tensors(0)
     for member in ring:
         member.set_base(common)
     # Half of the values move by much less than a step of the quantisation, which the other half sets.
@@ -100,7 +100,7 @@ def test_what_int8_loses_in_one_round_it_makes_good_in_the_next() -> None:
     for _ in range(200):
         wanted = {name: wanted[name] + small[name] for name in SHAPES}
         snapshots = [{name: common[name] + small[name] for name in SHAPES}] * 2
-        common = one_round(ring, snapshots, [1.0, 1.0], from_base=True, codec=AveragingCodec.INT8)[0]
+        common = one_round(ring, snapshots, [1.0, 1.0], from_base=True, codec=TensorCodec.INT8)[0]
     # Without feedback the small moves would be rounded away every time: the error would be all of 200 * 1e-4.
     assert (common["w"] - wanted["w"]).abs().max() < 0.012
 
@@ -108,12 +108,12 @@ def test_what_int8_loses_in_one_round_it_makes_good_in_the_next() -> None:
 def test_memory_that_waits_to_be_sent_is_not_written_by_the_next_round() -> None:
     ring = members(2, AveragingOptions())
     first = [tensors(1), tensors(2)]
-    one_round(ring, first, [1.0, 1.0], from_base=False, codec=AveragingCodec.NONE)
-    ring[0].begin(first[0], 1.0, from_base=False, codec=AveragingCodec.NONE, reuse=True)
+    one_round(ring, first, [1.0, 1.0], from_base=False, codec=TensorCodec.NONE)
+    ring[0].begin(first[0], 1.0, from_base=False, codec=TensorCodec.NONE, reuse=True)
     ring[0].fill(0)
     waiting = memoryview(ring[0].outgoing(0, 0))
     before = bytes(waiting)
-    ring[0].begin(tensors(3), 5.0, from_base=False, codec=AveragingCodec.NONE, reuse=False)
+    ring[0].begin(tensors(3), 5.0, from_base=False, codec=TensorCodec.NONE, reuse=False)
     ring[0].fill(0)
     assert bytes(waiting) == before
 
@@ -128,7 +128,7 @@ def test_an_outer_optimizer_gives_all_members_the_same_step() -> None:
     for turn in range(3):
         snapshots = [moved(common, 10 * turn + seed + 1, 0.1) for seed in range(3)]
         mean = mean_of(snapshots, [1.0, 2.0, 3.0])
-        results = one_round(ring, snapshots, [1.0, 2.0, 3.0], from_base=True, codec=AveragingCodec.NONE)
+        results = one_round(ring, snapshots, [1.0, 2.0, 3.0], from_base=True, codec=TensorCodec.NONE)
         parameter.grad = (common["w"].double() - mean["w"]).float()
         reference.step()
         torch.testing.assert_close(results[0]["w"], parameter.detach(), rtol=1e-5, atol=1e-6)
@@ -138,12 +138,12 @@ def test_an_outer_optimizer_gives_all_members_the_same_step() -> None:
 
 
 def test_a_round_of_the_values_themselves_gives_members_with_other_bases_a_common_one() -> None:
-    ring = members(2, AveragingOptions(codec=AveragingCodec.INT8))
+    ring = members(2, AveragingOptions(codec=TensorCodec.INT8))
     ring[0].set_base(tensors(5))
     ring[1].set_base(tensors(6))
-    common = one_round(ring, [tensors(1), tensors(2)], [1.0, 1.0], from_base=False, codec=AveragingCodec.NONE)[0]
+    common = one_round(ring, [tensors(1), tensors(2)], [1.0, 1.0], from_base=False, codec=TensorCodec.NONE)[0]
     snapshots = [moved(common, 3), moved(common, 4)]
-    results = one_round(ring, snapshots, [1.0, 1.0], from_base=True, codec=AveragingCodec.INT8)
+    results = one_round(ring, snapshots, [1.0, 1.0], from_base=True, codec=TensorCodec.INT8)
     wanted = mean_of(snapshots, [1.0, 1.0])
     assert distance(results[0], wanted) < 0.03 * distance(wanted, common)
     assert all(torch.equal(results[0][name], results[1][name]) for name in SHAPES)
@@ -153,7 +153,7 @@ def test_weights_that_are_not_finite_are_not_averaged() -> None:
     member = SegmentAverage(parts=2, pieces=1, options=AveragingOptions())
     bad = tensors(1)
     bad["w"][3, 3] = float("nan")
-    member.begin(bad, 1.0, from_base=False, codec=AveragingCodec.NONE, reuse=False)
+    member.begin(bad, 1.0, from_base=False, codec=TensorCodec.NONE, reuse=False)
     with pytest.raises(NonFiniteLossError):
         member.fill(0)
     member.fill(1)
@@ -162,7 +162,7 @@ def test_weights_that_are_not_finite_are_not_averaged() -> None:
 @pytest.mark.parametrize("reducing", [True, False])
 def test_a_value_that_is_not_finite_is_refused(reducing: bool) -> None:
     member = SegmentAverage(parts=2, pieces=1, options=AveragingOptions())
-    member.begin(tensors(1), 1.0, from_base=False, codec=AveragingCodec.NONE, reuse=False)
+    member.begin(tensors(1), 1.0, from_base=False, codec=TensorCodec.NONE, reuse=False)
     member.fill(0)
     poisoned = torch.zeros(len(member.outgoing(0, 0)) // 4)
     poisoned[5] = float("inf")
@@ -171,6 +171,6 @@ def test_a_value_that_is_not_finite_is_refused(reducing: bool) -> None:
 
 
 def test_differences_need_a_base() -> None:
-    member = SegmentAverage(parts=2, pieces=1, options=AveragingOptions(codec=AveragingCodec.FP16))
+    member = SegmentAverage(parts=2, pieces=1, options=AveragingOptions(codec=TensorCodec.FP16))
     with pytest.raises(ProtocolError, match="no last mean"):
-        member.begin(tensors(1), 1.0, from_base=True, codec=AveragingCodec.FP16, reuse=False)
+        member.begin(tensors(1), 1.0, from_base=True, codec=TensorCodec.FP16, reuse=False)

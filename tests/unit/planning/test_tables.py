@@ -10,7 +10,7 @@ import pytest
 from by_hand import ByHand
 from synthetic import KB, MB, Scene, all_links, even_model, job, link, model, node, random_scene, scene, unit
 
-from roost.config import AveragingCodec, PlanningConfig, ValueCodec
+from roost.config import PlanningConfig, TensorCodec
 from roost.planning.memory import IN_FLIGHT_LIMIT
 from roost.planning.tables import StageTables, messages_of, shared_line
 
@@ -104,9 +104,11 @@ def test_compression_makes_fewer_bytes_of_both_kinds() -> None:
     assert made.maker().line_bytes(1, 3, 2) == pytest.approx((10 * KB, 10 * KB, 500))
 
 
-@pytest.mark.parametrize(("codec", "factor"), [(ValueCodec.FP16, 0.5003), (ValueCodec.INT8, 0.254)])
-def test_the_jobs_codec_makes_fewer_bytes_between_stages_and_leaves_the_data_as_it_is(codec: ValueCodec, factor: float) -> None:
-    exact, coded = (scene(even_model(4), [node("a")], config=job(activation_compression=each)).maker() for each in (ValueCodec.NONE, codec))
+@pytest.mark.parametrize(("codec", "factor"), [(TensorCodec.FP16, 0.5003), (TensorCodec.INT8, 0.254)])
+def test_the_jobs_codec_makes_fewer_bytes_between_stages_and_leaves_the_data_as_it_is(codec: TensorCodec, factor: float) -> None:
+    exact, coded = (
+        scene(even_model(4), [node("a")], config=job(activation_compression=each)).maker() for each in (TensorCodec.NONE, codec)
+    )
     assert coded.crossing[1:] == pytest.approx(factor * exact.crossing[1:])
     assert coded.crossing[0] == exact.crossing[0] > 0
 
@@ -172,8 +174,8 @@ def test_tables_of_some_nodes_use_the_lines_of_their_own_places() -> None:
     assert part.busy[0, 1, 3] == tables_of(made).busy[2, 1, 3]
 
 
-@pytest.mark.parametrize(("codec", "share"), [(AveragingCodec.NONE, 1.0), (AveragingCodec.FP16, 0.5), (AveragingCodec.INT8, 0.254)])
-def test_the_codec_of_the_job_counts(codec: AveragingCodec, share: float) -> None:
+@pytest.mark.parametrize(("codec", "share"), [(TensorCodec.NONE, 1.0), (TensorCodec.FP16, 0.5), (TensorCodec.INT8, 0.254)])
+def test_the_codec_of_the_job_counts(codec: TensorCodec, share: float) -> None:
     maker = line_scene(averaging_interval=10, averaging_compression=codec).maker()
     assert maker.round_bytes(1, 3, 2) == pytest.approx(share * 2 * MB, rel=0.001)
 

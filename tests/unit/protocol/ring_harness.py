@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from roost.config import AveragingCodec
+from roost.config import TensorCodec
 from roost.protocol.averaging_round import (
     NO_BASE,
     PLAIN,
@@ -97,7 +97,7 @@ class Ring:
         self.rng = random.Random(seed)
         self.names = tuple(f"node-{index}" for index in range(size))
         self.size = size * pieces
-        codec = AveragingCodec.INT8 if differences else AveragingCodec.NONE
+        codec = TensorCodec.INT8 if differences else TensorCodec.NONE
         self.shells = {
             name: Shell(
                 member=RingMember(0, self.names, name, deadline_s, pieces=pieces, codec=codec, differences=differences),

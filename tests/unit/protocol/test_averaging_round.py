@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ring_harness import Ring
 
-from roost.config import AveragingCodec
+from roost.config import TensorCodec
 from roost.errors import IllegalTransitionError, ProtocolError
 from roost.protocol.averaging_round import (
     PLAIN,
@@ -357,21 +357,21 @@ def test_pieces_of_a_step_that_contradict_each_other_are_refused() -> None:
 
 
 def test_background_rounds_average_differences_to_the_last_mean_and_ordered_ones_are_not_encoded() -> None:
-    member = RingMember(0, ("a", "b"), "a", 10.0, codec=AveragingCodec.FP16, differences=True)
-    assert member.handle(StartRequested(now=0.0))[-1] == TakeSnapshot(round=1, terms=RoundTerms(base=0, codec=AveragingCodec.FP16))
+    member = RingMember(0, ("a", "b"), "a", 10.0, codec=TensorCodec.FP16, differences=True)
+    assert member.handle(StartRequested(now=0.0))[-1] == TakeSnapshot(round=1, terms=RoundTerms(base=0, codec=TensorCodec.FP16))
     member.handle(DeadlinePassed(now=10.0))
     order = member.handle(StartRequested(now=11.0, order=1))[-1]
-    assert order == TakeSnapshot(round=ordered_round(1), terms=RoundTerms(base=0, codec=AveragingCodec.NONE))
+    assert order == TakeSnapshot(round=ordered_round(1), terms=RoundTerms(base=0, codec=TensorCodec.NONE))
 
 
 def test_a_member_that_missed_a_round_asks_for_one_of_the_values_themselves() -> None:
-    member = RingMember(0, ("a", "b"), "a", 10.0, codec=AveragingCodec.INT8, differences=True)
-    late = OpenReceived(round=4, now=0.0, terms=RoundTerms(base=3, codec=AveragingCodec.INT8))
+    member = RingMember(0, ("a", "b"), "a", 10.0, codec=TensorCodec.INT8, differences=True)
+    late = OpenReceived(round=4, now=0.0, terms=RoundTerms(base=3, codec=TensorCodec.INT8))
     assert member.handle(late) == [SendOpen(peer="b", round=5, terms=PLAIN), TakeSnapshot(round=5, terms=PLAIN)]
 
 
 def test_a_member_leaves_a_round_whose_chunks_are_differences_to_another_mean() -> None:
-    member = RingMember(0, ("a", "b"), "a", 10.0, codec=AveragingCodec.INT8, differences=True)
+    member = RingMember(0, ("a", "b"), "a", 10.0, codec=TensorCodec.INT8, differences=True)
     member.handle(StartRequested(now=0.0))
     other = ChunkArrived(round=1, step=0, chunk=1, weight=1.0, now=0.0)
     gone, *rest = member.handle(other)
