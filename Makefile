@@ -3,8 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 MINUTES ?= 10
+SEEDS ?= 1000
 
-.PHONY: demo test fuzz check setup clean
+.PHONY: demo test fuzz simulate check setup clean
 
 demo: setup  ## train a real model on five local nodes
 	$(BIN)/roost demo
@@ -14,6 +15,9 @@ test: setup  ## run every test
 
 fuzz: setup  ## feed damaged and made-up graphs and files to the loaders for MINUTES (10)
 	ROOST_FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/fuzz
+
+simulate: setup  ## whole pools in virtual time, with faults, from seeds 0 to SEEDS (1000); says how to replay one that fails
+	ROOST_SIMULATION_SEEDS=$(SEEDS) $(BIN)/python -m pytest tests/simulation/test_whole_pools.py -k whatever_a_seed_breaks
 
 check: setup  ## format, lint and types
 	$(BIN)/ruff format --check src tests benchmarks examples

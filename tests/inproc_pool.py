@@ -10,6 +10,7 @@ import contextlib
 import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 from roost.agent.service import Agent
 from roost.api import Job, prepare
@@ -17,6 +18,7 @@ from roost.config import AgentConfig, CoordinatorConfig
 from roost.coordinator.service import Coordinator
 from roost.coordinator.store import Store
 from roost.errors import PlanningError, RoostError
+from roost.messages import Message
 from roost.planning.planner import make_plan
 from roost.requester.pools import Membership
 from roost.transport.inproc import InprocNetwork, InprocTransport
@@ -39,36 +41,71 @@ def node(name: str, *, memory: int = 10**9, flop_per_s: float = 1e10) -> NodePro
     )
 
 
+class TrippingTransport(InprocTransport):
+    """Does something just before it sends certain messages to others."""
+
+    def __init__(self, peer_id: str, role: Role, network: InprocNetwork) -> None:
+        super().__init__(peer_id, role, network)
+        self.trips: list[tuple[Callable[[Message], bool], Callable[[], None]]] = []
+
+    async def send(self, peer: Peer, message: Message, buffers: Any = (), **options: Any) -> None:
+        for due, action in self.trips:
+            # Nodes measure what messages cost by sending some to themselves.
+            if peer.peer_id != self.peer_id and due(message):
+                action()
+        await super().send(peer, message, buffers, **options)
+
+
 class InprocPool:
     """Coordinator and agents as tasks; `network`, `agents` and `coordinator` are there for tests to look at and to break."""
 
-    def __init__(self, nodes: list[NodeProfile], directory: Path, *, lost_after_s: float = 15.0) -> None:
+    def __init__(self, nodes: list[NodeProfile], directory: Path, *, lost_after_s: float = 15.0, **settings: float) -> None:
+        """`settings` are further fields of CoordinatorConfig."""
         self._nodes = nodes
         self._directory = directory
-        self._lost_after_s = lost_after_s
+        self._settings = {"heartbeat_s": 0.05, "lost_after_s": lost_after_s, **settings}
+        self._trips: dict[str, list[tuple[Callable[[Message], bool], Callable[[], None]]]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.wait_nodes = len(nodes)
         self.network = InprocNetwork()
         self.agents: dict[str, Agent] = {}
         self.coordinator: Coordinator | None = None
+
+    def when_sent(self, node_id: str, due: Callable[[Message], bool], action: Callable[[], None]) -> None:
+        """Do something just before a node sends each message that is `due`."""
+        self._trips.setdefault(node_id, []).append((due, action))
+
+    def kill(self, node_id: str) -> None:
+        """End a node as SIGKILL would."""
+        self.network.kill(node_id)
+        self._tasks[node_id].cancel()
+
+    def start(self, profile: NodeProfile) -> None:
+        """Start an agent; one of a node that was killed begins with nothing."""
+        transport = TrippingTransport(profile.node_id, Role.NODE, self.network)
+        transport.trips = self._trips.get(profile.node_id, [])
+        peer = Peer(peer_id="coordinator", address="inproc:coordinator")
+        agent = Agent(config=AgentConfig(node_id=profile.node_id), transport=transport, coordinator=peer, profile=profile)
+        self.agents[profile.node_id] = agent
+        self._tasks[profile.node_id] = asyncio.get_running_loop().create_task(agent.run())
 
     @contextlib.asynccontextmanager
     async def enter(self, *, on_failure: Callable[[RoostError], None]) -> AsyncIterator[Membership]:
         """Start everything, yield, and stop everything."""
         hub = InprocTransport("coordinator", Role.COORDINATOR, self.network)
         with Store(self._directory / "roost.sqlite") as store:
-            config = CoordinatorConfig(heartbeat_s=0.05, lost_after_s=self._lost_after_s)
+            config = CoordinatorConfig(**self._settings)
             self.coordinator = Coordinator(config=config, transport=hub, store=store)
             await hub.start(self.coordinator)
             peer = Peer(peer_id="coordinator", address=hub.address)
-            tasks = [asyncio.create_task(self.coordinator.watch())]
+            watching = asyncio.create_task(self.coordinator.watch())
             for profile in self._nodes:
-                transport = InprocTransport(profile.node_id, Role.NODE, self.network)
-                agent = Agent(config=AgentConfig(node_id=profile.node_id), transport=transport, coordinator=peer, profile=profile)
-                self.agents[profile.node_id] = agent
-                tasks.append(asyncio.create_task(agent.run()))
+                self.start(profile)
             try:
                 requester = InprocTransport("requester", Role.REQUESTER, self.network)
-                yield Membership(transport=requester, coordinator=peer, wait_nodes=len(self._nodes))
+                yield Membership(transport=requester, coordinator=peer, wait_nodes=self.wait_nodes)
             finally:
+                tasks = [watching, *self._tasks.values()]
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)

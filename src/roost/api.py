@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from roost.capture.arguments import DTYPES
 from roost.capture.check import CheckReport, check_against_eager, check_batch_sizes, check_precision
+from roost.capture.cut import tensor_positions
 from roost.capture.export import Captured, capture
 from roost.capture.graph_format import to_bytes
 from roost.capture.profiling import estimate, profile
 from roost.capture.tracing import own_loss
-from roost.checkpoint.manifest import MANIFEST_FILE
-from roost.checkpoint.reader import Checkpoint, latest, load
+from roost.checkpoint.reader import Checkpoint, load_from
 from roost.checkpoint.writer import check_writable
 from roost.config import AUTO_CORRECTION, ArgumentValue, JobConfig, NamedArguments, OuterOptimizer, TensorCodec, require
 from roost.errors import CheckpointMismatchError, InvalidConfigError, InvalidDataError
@@ -288,7 +288,7 @@ def prepare(job: Job, *, resume: str | Path | None = None, saves: bool = True, p
     With `saves` the job's checkpoint directory is made, if it cannot be written to that is an error.
     """
     training = SampleSource(job.data, what="the training data", collate=job.collate)
-    checkpoint = _checkpoint(Path(resume)) if resume is not None else None
+    checkpoint = load_from(Path(resume)) if resume is not None else None
     config = _config(job, len(training), _validation_samples(job), checkpoint)
     check_optimizer(config)
     if saves:
@@ -301,6 +301,7 @@ def prepare(job: Job, *, resume: str | Path | None = None, saves: bool = True, p
     return JobPackage(
         config=config,
         graph=to_bytes(captured.graph),
+        positions=tensor_positions(captured.graph),
         weights=_weights(job, captured, checkpoint),
         extras=frozenset(captured.extras),
         aliases=captured.aliases,
@@ -461,11 +462,6 @@ def _choice(kind: type[Choice], value: str, what: str) -> Choice:
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _checkpoint(directory: Path) -> Checkpoint:
-    """Return the checkpoint in `directory`, or the newest of the run whose directory it is."""
-    return load(directory if (directory / MANIFEST_FILE).exists() else latest(directory) or directory)
 
 
 def _named(name: str, arguments: Mapping[str, ArgumentValue | list[float]]) -> NamedArguments:

@@ -278,12 +278,32 @@ class TransportConfig:
     """Limit on what this endpoint receives: it reads no faster, and its peers have to wait; 0 means none."""
     latency_s: float = 0.0
     """Emulated seconds by which everything arrives later here."""
+    idle_s: float = 60.0
+    """A peer that sends nothing for so long in the middle of a message, or does not take a reply, is cut off."""
+    message_s: float = 600.0
+    """A message must be complete so long after it began: no sender waits longer for one to be taken."""
+    peer_messages_per_s: float = 8000.0
+    """One-way messages of one peer that are read per second; more have to wait. One core takes about 4,000 (docs/security.md)."""
+    peer_calls_per_s: float = 1000.0
+    """Calls of one peer that are read per second; more have to wait."""
+    peer_streams: int = 32
+    """Streams of one-way messages that one peer may have open; it needs two."""
+    peer_calls: int = 256
+    """Calls of one peer that may be open at a time."""
+
+    @property
+    def peer_bytes(self) -> int:
+        """Bytes of one peer's messages that may have arrived and not be dealt with: a message in each lane."""
+        return 2 * (self.max_message_bytes + self.max_header_bytes)
 
     def __post_init__(self) -> None:
         require(self.max_message_bytes > 0 and self.max_header_bytes > 0, "message limits must be positive")
         require(1024 <= self.frame_bytes <= 3 << 20, "frame_bytes must be in 1 KiB .. 3 MiB")
         deadlines = (self.connect_s, self.send_s, self.call_s, self.keepalive_s)
-        require(all(math.isfinite(d) and d > 0 for d in deadlines), "deadlines must be positive")
+        require(all(math.isfinite(d) and d > 0 for d in (*deadlines, self.idle_s, self.message_s)), "deadlines must be positive")
+        rates = (self.peer_messages_per_s, self.peer_calls_per_s)
+        require(all(math.isfinite(rate) and rate > 0 for rate in rates), "rates must be positive")
+        require(min(self.peer_streams, self.peer_calls) > 0, "what a peer may have open must be positive")
         check_line(self.uplink_bytes_per_s, "uplink")
         check_line(self.downlink_bytes_per_s, "downlink")
         require(0 <= self.latency_s <= MAX_LATENCY_S, f"latency_s must be in 0..{MAX_LATENCY_S:.0f}")
@@ -303,10 +323,14 @@ class CoordinatorConfig:
     """Directory for keys, certificates and the database."""
     token_ttl_s: float = 86_400.0
     """Seconds a token is valid."""
-    heartbeat_s: float = 1.0
+    heartbeat_s: float = 0.5
     """Seconds between a node's heartbeats."""
     lost_after_s: float = 15.0
-    """Seconds without a heartbeat after which a node counts as lost."""
+    """Seconds without a heartbeat after which a node counts as lost; once its heartbeats are known to be regular, it is less."""
+    requester_away_s: float = 600.0
+    """Seconds without a heartbeat after which a requester counts as lost, and its job fails."""
+    rejoin_s: float = 600.0
+    """Seconds that a job waits for nodes when those that are left cannot hold its model."""
     prepare_s: float = 180.0
     """Deadline for all nodes to fetch and build their stages."""
     sync_s: float = 120.0
@@ -314,7 +338,15 @@ class CoordinatorConfig:
 
     def __post_init__(self) -> None:
         require(0 <= self.port < 65535, f"port {self.port} must be in 0..65534: peers use the port after it")
-        durations = (self.token_ttl_s, self.heartbeat_s, self.lost_after_s, self.prepare_s, self.sync_s)
+        durations = (
+            self.token_ttl_s,
+            self.heartbeat_s,
+            self.lost_after_s,
+            self.requester_away_s,
+            self.rejoin_s,
+            self.prepare_s,
+            self.sync_s,
+        )
         require(all(math.isfinite(d) and d > 0 for d in durations), "durations must be positive")
         require(self.lost_after_s > self.heartbeat_s, "lost_after_s must be longer than heartbeat_s")
 

@@ -275,6 +275,11 @@ class NodeLostError(JobError):
     code = "R602"
     default_hint = "Start the node again, or train without it; resume from the last checkpoint."
 
+    def __init__(self, message: str, *, hint: str | None = None, node: str = "") -> None:
+        """`node` is the one that went away, where that is known."""
+        super().__init__(message, hint=hint)
+        self.node = node
+
 
 class StageFailedError(JobError):
     """A node could not run its stage."""

@@ -21,6 +21,7 @@ from roost.types import (
     NodeProfile,
     Peer,
     Plan,
+    ReplayedLease,
     Role,
     StageMetrics,
     TensorSpec,
@@ -77,6 +78,12 @@ class RegisterNode(Message):
     profile: NodeProfile
     paused: bool = False
     """Its owner has paused it: it takes no stage until a heartbeat says otherwise."""
+    job_id: str = ""
+    """The job whose stage it holds; empty if it holds none."""
+    cluster: int = -1
+    """The cluster number of that stage."""
+    generation: int = 0
+    """Of the plan that it knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +92,8 @@ class Registered(Message):
 
     senders = _COORDINATOR
     heartbeat_s: float
+    keep: bool = False
+    """The stage that the node holds is still its own; otherwise it drops it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +114,10 @@ class LeaseRequest(Message):
     senders = _NODE
     job_id: str
     cluster: int
+    """The cluster's number, as in PrepareStage."""
     want: int
+    number: int = 0
+    """Counts the requests of this cluster: one that is repeated, as its answer was lost, is given the same leases again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +131,7 @@ class LeaseGrant(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseDone(Message):
-    """Every stage of the cluster has applied these leases."""
+    """Every stage of the cluster has applied these leases. Answered with Done; repeated until it is."""
 
     senders = _NODE
     job_id: str
@@ -129,23 +141,35 @@ class LeaseDone(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationDone(Message):
-    """The last stage of a cluster has evaluated a whole validation lease."""
+    """The last stage of a cluster has evaluated a micro-batch of a validation lease. Answered with Done; repeated until it is."""
 
     senders = _NODE
     job_id: str
     cluster: int
     result: EvaluationResult
+    number: int = 0
+    """Of the micro-batch: one that is reported again counts once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageFailed(Message):
-    """A node cannot go on with its stage; the job fails."""
+    """A node cannot go on with its stage. Answered with Done; what becomes of the stage follows."""
 
     senders = _NODE
     job_id: str
     code: str
     message: str
     hint: str
+    cluster: int = 0
+    peer: str = ""
+    """Whom it could not reach; empty if that is not the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaveRequest(Message):
+    """The owner wants the node back. Answered with Done once another has its stage, or it has none."""
+
+    senders = _NODE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +244,22 @@ class CancelJob(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RenewCertificate(Message):
+    """A peer asks for a new certificate for the key it enrolled with, before the old one runs out. Answered with CertificateReply."""
+
+    senders = frozenset({Role.REQUESTER, Role.NODE})
+    csr_pem: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CertificateReply(Message):
+    """The certificate, as PEM."""
+
+    senders = _COORDINATOR
+    certificate_pem: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StatusRequest(Message):
     """Answered with Status."""
 
@@ -275,6 +315,14 @@ class LinkReport(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StateSource:
+    """A node that holds tensors, and the optimizer state of those that are trained."""
+
+    node_id: str
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrepareStage(Message):
     """Fetch the graph and the weights from the requester and build your stage. Answered with Done or Failed."""
 
@@ -287,11 +335,43 @@ class PrepareStage(Message):
     """Every node of the plan."""
     requester: Peer
     resume: bool
+    number: int = 0
+    """Of the cluster: never used again in this job, so that nothing of a cluster that was lost is taken for one that replaces it."""
+    generation: int = 0
+    """Counts the plans of the job."""
+    order: int = 0
+    """Synchronisation points so far."""
+    sources: tuple[StateSource, ...] = ()
+    """Who has the stage's tensors as they are now; what no source has comes from the requester."""
+    checkpoint: str = ""
+    """The requester's checkpoint with what no source has; empty: as the job was submitted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HoldStage(Message):
+    """Stop training and averaging, but keep the stage's state for whoever fetches it. Answered with StageReport."""
+
+    senders = _COORDINATOR
+    job_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChangePlan(Message):
+    """Your stage stays as it is, other clusters change: average in the rings of this plan from now on. Answered with Done."""
+
+    senders = _COORDINATOR
+    job_id: str
+    plan: Plan
+    cluster: int
+    """Index of the node's cluster in the plan."""
+    peers: tuple[Peer, ...]
+    generation: int
+    order: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class ContinueJob(Message):
-    """Start, or go on after a synchronisation point: ask for leases."""
+    """Start, or go on after a synchronisation point or a change: average in the background, and ask for leases."""
 
     senders = _COORDINATOR
     job_id: str
@@ -316,6 +396,8 @@ class SaveStage(Message):
     checkpoint: str
     segments: tuple[int, ...]
     """The segments whose tensors this node uploads."""
+    attempt: int = 0
+    """Which attempt to write the checkpoint: after a node was lost in the middle of one, all upload again to the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,6 +430,7 @@ class JobState(StrEnum):
     AVERAGING = "averaging"
     EVALUATING = "evaluating"
     SAVING = "saving"
+    REPAIRING = "repairing"
     DONE = "done"
     FAILED = "failed"
 
@@ -366,6 +449,8 @@ class JobUpdate(Message):
     history: tuple[EpochResult, ...]
     cancelled: bool
     error: Failed | None
+    repairs: int = 0
+    """Times that the plan was changed because a node was lost."""
     paused: tuple[str, ...] = ()
     """Nodes of the job that their owners have paused: the job waits for them."""
 
@@ -381,6 +466,8 @@ class FinishCheckpoint(Message):
     updates: int
     """Schedule steps taken so far."""
     plan: Plan
+    attempt: int = 0
+    """The attempt whose parts it is made of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,6 +476,23 @@ class CheckpointWritten(Message):
 
     senders = _REQUESTER
     path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanChanged(Message):
+    """The plan of the running job is another from now on: let its nodes fetch. Answered with Done."""
+
+    senders = _COORDINATOR
+    job_id: str
+    plan: Plan
+    nodes: tuple[NodeProfile, ...]
+    generation: int
+    reason: str
+    """A sentence for people."""
+    replayed: tuple[ReplayedLease, ...]
+    """What has to be trained again because of the change."""
+    checkpoint: str
+    """The checkpoint that the job goes back to; empty if it does not."""
 
 
 # ---------------------------------------------------------------- node -> requester
@@ -417,6 +521,8 @@ class FetchTensors(Message):
     senders = _NODE
     job_id: str
     names: tuple[str, ...]
+    checkpoint: str = ""
+    """As they are in this checkpoint; empty: as they were when the job was submitted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,6 +532,8 @@ class FetchOptimizer(Message):
     senders = _NODE
     job_id: str
     names: tuple[str, ...]
+    checkpoint: str = ""
+    """As in FetchTensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -447,6 +555,18 @@ class TensorsReply(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TensorPiece:
+    """Consecutive bytes of a tensor that is too large for one message; they are one buffer."""
+
+    spec: TensorSpec
+    """The whole tensor, in row-major order."""
+    optimizer: bool
+    """True: it is optimizer state."""
+    start: int
+    """The place of the first of these bytes in the tensor. Pieces of a tensor come in order; one that starts at 0 begins it anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class UploadState(Message):
     """A part of a checkpoint: model tensors by their names, optimizer state as 'PARAMETER/KEY'. Answered with Done."""
 
@@ -458,9 +578,34 @@ class UploadState(Message):
     tensors: tuple[TensorSpec, ...]
     optimizer: tuple[TensorSpec, ...]
     """Their buffers follow those of `tensors`."""
+    attempt: int = 0
+    """As in SaveStage: parts of different attempts never mix."""
+    part: int = 0
+    """Counts the messages of the segment in this attempt; a part that comes again replaces the first."""
+    pieces: tuple[TensorPiece, ...] = ()
+    """Their buffers follow those of `optimizer`."""
 
 
 # ---------------------------------------------------------------- node <-> node
+
+
+@dataclass(frozen=True, kw_only=True)
+class FetchState(Message):
+    """The tensors of a stage as they are now. Answered with StateReply, by the node that holds them."""
+
+    senders = _NODE
+    job_id: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateReply(Message):
+    """Parameters and buffers by their names; optimizer state as 'PARAMETER/KEY', its buffers after theirs."""
+
+    senders = _NODE
+    max_buffer_bytes = TENSORS
+    tensors: tuple[TensorSpec, ...]
+    optimizer: tuple[TensorSpec, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,6 +616,8 @@ class Activation(Message):
     max_buffer_bytes = TENSORS
     job_id: str
     source_stage: int
+    cluster: int = 0
+    """The cluster's number, as in PrepareStage."""
     micro_batch: MicroBatch
     values: tuple[TensorSpec, ...]
     """Named by the graph's value numbers."""
@@ -487,6 +634,8 @@ class Gradient(Message):
     max_buffer_bytes = TENSORS
     job_id: str
     source_stage: int
+    cluster: int = 0
+    """The cluster's number, as in PrepareStage."""
     micro_batch: int
     values: tuple[TensorSpec, ...]
     evaluation: bool
@@ -502,6 +651,8 @@ class GradientNorm(Message):
     senders = _NODE
     job_id: str
     source_stage: int
+    cluster: int = 0
+    """The cluster's number, as in PrepareStage."""
     batch: int
     square: float
 
@@ -513,6 +664,8 @@ class OpenRound(Message):
     senders = _NODE
     job_id: str
     segment: int
+    generation: int = 0
+    """Of the plan whose rings these are."""
     round: int
     base: int = -1
     """The round whose mean the members' values are differences to (0: the initial weights); -1 for the values themselves."""
@@ -528,6 +681,8 @@ class RingChunk(Message):
     max_buffer_bytes = TENSORS
     job_id: str
     segment: int
+    generation: int = 0
+    """Of the plan whose rings these are."""
     round: int
     step: int
     """0 .. 2(C-1)-1: reduce-scatter steps first, then all-gather steps."""

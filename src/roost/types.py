@@ -449,6 +449,16 @@ class Lease:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplayedLease:
+    """A training lease whose samples were given out again: what a fault cost, by id."""
+
+    lease: Lease
+    cluster: int
+    """The cluster that had it."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageMetrics:
     """What a stage has done so far; counts only grow."""
 
@@ -473,6 +483,8 @@ class StageMetrics:
     bytes_received: int
     rounds: int
     """Averaging rounds finished, over all its rings."""
+    number: int = 0
+    """The number of its cluster."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from roost.config import JobConfig
 from roost.errors import MalformedMessageError
-from roost.messages import PrepareStage
+from roost.messages import ChangePlan, PrepareStage, StateSource
 from roost.types import ClusterPlan, Peer, Plan, SegmentPlan, StagePlan
 
 
@@ -24,6 +24,16 @@ class Assignment:
     requester: Peer
     coordinator: Peer
     resume: bool
+    number: int = 0
+    """Of the cluster, never used again in the job."""
+    generation: int = 0
+    """Of the plan."""
+    order: int = 0
+    """Synchronisation points of the job before this plan."""
+    sources: tuple[StateSource, ...] = ()
+    """Who has the stage's tensors as they are now."""
+    checkpoint: str = ""
+    """The requester's checkpoint with those that no source has."""
 
     @property
     def job_id(self) -> str:
@@ -77,4 +87,31 @@ def assignment_from(message: PrepareStage, *, node_id: str, coordinator: Peer) -
         requester=message.requester,
         coordinator=coordinator,
         resume=message.resume,
+        number=message.number,
+        generation=message.generation,
+        order=message.order,
+        sources=message.sources,
+        checkpoint=message.checkpoint,
+    )
+
+
+def changed_assignment(assignment: Assignment, message: ChangePlan) -> Assignment:
+    """Return the same stage in another plan. Raises MalformedMessageError if the plan does not have it."""
+    clusters = {cluster.index: cluster for cluster in message.plan.clusters}
+    cluster = clusters.get(message.cluster)
+    stages = cluster.stages if cluster is not None else ()
+    if cluster is None or [stage.node_id for stage in stages] != [stage.node_id for stage in assignment.cluster.stages]:
+        raise MalformedMessageError(f"the plan does not leave cluster {assignment.cluster.index} of node {assignment.node_id} as it is")
+    peers = {peer.peer_id: peer for peer in message.peers}
+    missing = [stage.node_id for stage in message.plan.stages if stage.node_id not in peers]
+    if missing:
+        raise MalformedMessageError(f"the plan names node {missing[0]}, whose address was not sent")
+    return replace(
+        assignment,
+        plan=message.plan,
+        cluster=cluster,
+        stage=stages[assignment.stage.index],
+        peers=peers,
+        generation=message.generation,
+        order=message.order,
     )

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-
-from torch import Tensor
+from collections.abc import Callable
 
 from roost import messages as m
 from roost.agent.assignment import Assignment
 from roost.agent.budget import check_plan, check_tensors
 from roost.agent.compute import ComputeThread
 from roost.agent.stage_driver import StageDriver
+from roost.agent.state_transfer import FETCH_BYTES, FETCH_DEADLINE_S, gather_state
 from roost.capture.bounded import bounded
 from roost.capture.cut import cut
 from roost.capture.graph_format import from_bytes
@@ -24,15 +23,10 @@ from roost.errors import GraphFormatError, MalformedMessageError
 from roost.pipeline.allocator import release_freed_memory
 from roost.pipeline.host_buffers import host_buffers
 from roost.pipeline.stage_runner import StageRunner
-from roost.pipeline.tensor_bytes import from_buffer
-from roost.transport.interface import Buffer, Transport
-from roost.types import TensorRecord, TensorSpec
+from roost.transport.interface import Transport
 
 logger = logging.getLogger(__name__)
 
-FETCH_DEADLINE_S = 120.0
-FETCH_BYTES = 64 << 20
-"""Bytes of tensors per request, so that a large stage over a slow link meets the deadline of each."""
 FETCHED_PART = 16
 """A request asks for at most this part of the memory that a node lends: what arrives is held twice for a moment."""
 
@@ -44,9 +38,12 @@ async def build_stage(
     compute: ComputeThread,
     device: str,
     memory_bytes: int,
-    on_failure: Callable[[BaseException], None],
+    held: StageDriver | None,
+    on_failure: Callable[[BaseException, str], None],
 ) -> StageDriver:
-    """Return a driver whose stage holds its initial tensors. Raises RoostError if the requester sends something else.
+    """Return a driver whose stage holds its tensors. Raises RoostError if nodes or the requester send something else.
+
+    `held` is the stage of the job that this node had before; it gives what it can.
 
     `memory_bytes` is what this node lends: before any tensor is fetched, a graph is refused (GraphFormatError) that has a value
     in this stage which takes more, and a stage that needs more by its plan or for its tensors (OutOfBudgetError).
@@ -57,8 +54,8 @@ async def build_stage(
     program = programs[assignment.stage.index]
     later_draw = any(other.draws_random for other in programs[assignment.stage.index + 1 :])
     records = program.tensors + program.shared
-    tensors = await _fetch_tensors(assignment, transport, records, min(FETCH_BYTES, memory_bytes // FETCHED_PART))
-    optimizer = await _fetch_optimizer(assignment, transport) if assignment.resume else {}
+    state = await gather_state(assignment, transport, records, min(FETCH_BYTES, memory_bytes // FETCHED_PART), held)
+    tensors, optimizer = state.tensors, state.optimizer
 
     def make_runner() -> StageRunner:
         runner = StageRunner(
@@ -127,46 +124,3 @@ async def _fetch_graph(assignment: Assignment, transport: Transport) -> bytes:
     if not isinstance(reply.message, m.GraphReply) or len(reply.buffers) != 1:
         raise MalformedMessageError("the requester answered a request for the graph with something else")
     return bytes(reply.buffers[0])
-
-
-async def _fetch_tensors(
-    assignment: Assignment, transport: Transport, records: tuple[TensorRecord, ...], most_bytes: int
-) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for group in _groups(records, most_bytes):
-        request = m.FetchTensors(job_id=assignment.job_id, names=tuple(record.name for record in group))
-        reply = await transport.call(assignment.requester, request, deadline_s=FETCH_DEADLINE_S)
-        expected = tuple(record.spec for record in group)
-        if not isinstance(reply.message, m.TensorsReply) or reply.message.tensors != expected or len(reply.buffers) != len(expected):
-            raise MalformedMessageError("the requester sent other tensors than this stage's")
-        # Into torch's own memory at once: as a whole, the stage is then never held twice.
-        copies = await asyncio.to_thread(_copies, expected, reply.buffers)
-        tensors.update(copies)
-    return tensors
-
-
-def _copies(specs: Sequence[TensorSpec], buffers: Sequence[Buffer]) -> dict[str, Tensor]:
-    return {spec.name: from_buffer(spec, buffer).clone() for spec, buffer in zip(specs, buffers, strict=True)}
-
-
-def _groups(records: tuple[TensorRecord, ...], most_bytes: int) -> Iterator[list[TensorRecord]]:
-    """Yield the records in groups of at most `most_bytes`, or one record that is larger."""
-    group: list[TensorRecord] = []
-    size = 0
-    for record in records:
-        if group and size + record.nbytes > most_bytes:
-            yield group
-            group, size = [], 0
-        group.append(record)
-        size += record.nbytes
-    if group:
-        yield group
-
-
-async def _fetch_optimizer(assignment: Assignment, transport: Transport) -> dict[str, Tensor]:
-    names = tuple(name for segment in assignment.segments for name in segment.tensors)
-    request = m.FetchOptimizer(job_id=assignment.job_id, names=names)
-    reply = await transport.call(assignment.requester, request, deadline_s=FETCH_DEADLINE_S)
-    if not isinstance(reply.message, m.TensorsReply) or len(reply.message.tensors) != len(reply.buffers):
-        raise MalformedMessageError("the requester answered a request for optimizer state with something else")
-    return {spec.name: from_buffer(spec, buffer) for spec, buffer in zip(reply.message.tensors, reply.buffers, strict=True)}

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from roost import messages as m
 from roost.agent.assignment import Assignment
-from roost.errors import MalformedMessageError
+from roost.agent.reporter import AWAY, FIRST_PAUSE_S, MOST_PAUSE_S, Reporter
+from roost.errors import ForbiddenError, JobRefusedError, MalformedMessageError
 from roost.pipeline.tensor_bytes import from_buffer
 from roost.protocol.batches import micro_batches
-from roost.transport.interface import Transport
-from roost.types import Lease, MicroBatch
+from roost.transport.interface import Reply, Transport
+from roost.types import Lease, MicroBatch, Peer
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +28,17 @@ EVALUATION_WINDOW = 2
 class Feeder:
     """Keeps the pipeline of one cluster supplied while the coordinator grants leases."""
 
-    def __init__(self, assignment: Assignment, transport: Transport, *, inject: Callable[[MicroBatch, tuple[Tensor, ...]], None]) -> None:
+    def __init__(
+        self,
+        assignment: Assignment,
+        transport: Transport,
+        reporter: Reporter,
+        *,
+        inject: Callable[[MicroBatch, tuple[Tensor, ...]], None],
+    ) -> None:
         self._job = assignment
         self._transport = transport
+        self._reporter = reporter
         self._inject = inject
         self._go = asyncio.Event()
         self._fetches: asyncio.Queue[tuple[Lease, asyncio.Task[tuple[Tensor, ...]]]] = asyncio.Queue(maxsize=PREFETCHED_LEASES)
@@ -42,6 +51,7 @@ class Feeder:
         self._lease_of_batch: dict[int, int] = {}
         self._open_batches: dict[int, int] = {}
         self._fetching: set[asyncio.Task[tuple[Tensor, ...]]] = set()
+        self._requests = 0
 
     def go(self) -> None:
         """Ask for leases again: training starts, or goes on after a synchronisation point."""
@@ -58,18 +68,17 @@ class Feeder:
             self._evaluating -= 1
             self._evaluation_slots.release()
 
-    async def batch_applied(self, batch: int) -> None:
+    def batch_applied(self, batch: int) -> None:
         """Report the lease of `batch` to the coordinator once all of its batches are applied by every stage."""
         lease_id = self._lease_of_batch.pop(batch)
         self._open_batches[lease_id] -= 1
         if self._open_batches[lease_id] > 0:
             return
         del self._open_batches[lease_id]
-        done = m.LeaseDone(job_id=self._job.job_id, cluster=self._job.cluster.index, lease_ids=(lease_id,))
-        await self._transport.send(self._job.coordinator, done)
+        self._reporter.put(m.LeaseDone(job_id=self._job.job_id, cluster=self._job.number, lease_ids=(lease_id,)))
 
     async def run(self) -> None:
-        """Lease, fetch and inject until cancelled. Raises RoostError if coordinator or requester fail."""
+        """Lease, fetch and inject until cancelled, waiting where coordinator or requester are away. Raises MalformedMessageError."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._lease_and_fetch())
@@ -83,9 +92,10 @@ class Feeder:
         while True:
             await self._go.wait()
             free = max(1, PREFETCHED_LEASES - self._fetches.qsize())
-            request = m.LeaseRequest(job_id=self._job.job_id, cluster=self._job.cluster.index, want=free)
+            self._requests += 1
+            request = m.LeaseRequest(job_id=self._job.job_id, cluster=self._job.number, want=free, number=self._requests)
             self._go.clear()
-            reply = (await self._transport.call(self._job.coordinator, request)).message
+            reply = (await self._insist(self._job.coordinator, request, None)).message
             if not isinstance(reply, m.LeaseGrant):
                 raise MalformedMessageError(f"the coordinator answered a lease request with {type(reply).__name__}")
             if not reply.drained:
@@ -96,9 +106,23 @@ class Feeder:
                 task.add_done_callback(self._fetching.discard)
                 await self._fetches.put((lease, task))
 
+    async def _insist(self, peer: Peer, request: m.Message, deadline_s: float | None) -> Reply:
+        """Return the reply, asked for again while the peer is away, or does not know this stage: the coordinator says what becomes of it.
+
+        Raises whatever else the peer reports.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return await self._transport.call(peer, request, deadline_s=deadline_s)
+            except (*AWAY, JobRefusedError, ForbiddenError) as error:
+                logger.info("data_delayed job=%s peer=%s error=%s", self._job.job_id, peer.peer_id, error.message)
+            await asyncio.sleep(pause_s)
+            pause_s = min(MOST_PAUSE_S, 2 * pause_s)
+
     async def _fetch(self, lease: Lease) -> tuple[Tensor, ...]:
         request = m.FetchSamples(job_id=self._job.job_id, lease=lease)
-        reply = await self._transport.call(self._job.requester, request, deadline_s=FETCH_DEADLINE_S)
+        reply = await self._insist(self._job.requester, request, FETCH_DEADLINE_S)
         if not isinstance(reply.message, m.TensorsReply) or len(reply.message.tensors) != len(reply.buffers):
             raise MalformedMessageError("the requester answered a request for samples with something else")
         batch = tuple(from_buffer(spec, buffer) for spec, buffer in zip(reply.message.tensors, reply.buffers, strict=True))
@@ -118,7 +142,7 @@ class Feeder:
                 next_number=self._next_number,
                 next_batch=self._next_batch,
                 seed=config.seed,
-                cluster=self._job.cluster.index,
+                cluster=self._job.number,
             )
             if lease.training:
                 batches = {micro_batch.batch for micro_batch, _, _ in pieces}

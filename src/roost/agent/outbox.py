@@ -26,14 +26,17 @@ class Letter:
 class Outbox:
     """One ordered queue per peer; how much waits in it is bounded by the micro-batches in flight."""
 
-    def __init__(self, transport: Transport, *, on_failure: Callable[[RoostError], None]) -> None:
+    def __init__(self, transport: Transport, *, on_failure: Callable[[RoostError, str], None]) -> None:
         self._transport = transport
         self._on_failure = on_failure
         self._queues: dict[str, asyncio.Queue[Letter]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def put(self, peer: Peer, message: Message, buffers: Sequence[Buffer] = (), wait: Callable[[], None] | None = None) -> None:
-        """Queue one message for `peer`; a failure to send is reported to `on_failure`. `wait` returns once the buffers are filled."""
+        """Queue one message for `peer`; a failure to send is reported to `on_failure`, with the peer's name.
+
+        `wait` returns once the buffers are filled.
+        """
         queue = self._queues.get(peer.peer_id)
         if queue is None:
             queue = self._queues[peer.peer_id] = asyncio.Queue()
@@ -56,5 +59,5 @@ class Outbox:
             try:
                 await self._transport.send(letter.peer, letter.message, letter.buffers, lane=Lane.TRAINING)
             except RoostError as error:
-                self._on_failure(error)
+                self._on_failure(error, letter.peer.peer_id)
                 return

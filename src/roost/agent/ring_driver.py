@@ -15,7 +15,7 @@ from roost import messages as m
 from roost.agent.ring_sender import RingSender
 from roost.averaging.segment_average import AveragingOptions, SegmentAverage
 from roost.config import TensorCodec
-from roost.errors import DeadlineError, MalformedMessageError, ProtocolError, RoostError
+from roost.errors import DeadlineError, JobRefusedError, MalformedMessageError, ProtocolError, RoostError
 from roost.protocol import averaging_round as rounds
 from roost.transport.interface import Buffer, Transport
 from roost.types import Peer, SegmentPlan
@@ -81,8 +81,15 @@ class RingDriver:
         snapshot: Snapshot,
         apply: Apply,
         options: AveragingOptions | None = None,
+        generation: int = 0,
+        orders: int = 0,
+        samples_before: int = 0,
     ) -> None:
-        """`snapshot` returns copies and the samples behind them; `apply` must not keep the average it is given."""
+        """`snapshot` returns copies and the samples behind them; `apply` must not keep the average it is given.
+
+        `generation` is that of the plan; in all but the first the members begin with different weights. `orders` are the
+        synchronisation points so far, `samples_before` the samples behind the last round that this node has finished.
+        """
         self._job_id = job_id
         self._segment = segment
         self._node_id = node_id
@@ -99,15 +106,20 @@ class RingDriver:
             pieces=self._pieces,
             codec=self._options.codec,
             differences=self._options.differences,
+            agreed=generation == 0,
         )
+        self._agreed = generation == 0
         self._average = SegmentAverage(parts=len(segment.members), pieces=self._pieces, options=self._options)
-        self._sender = RingSender(job_id=job_id, segment=segment.index, peers=peers, transport=transport, average=self._average)
+        self._sender = RingSender(
+            job_id=job_id, segment=segment.index, generation=generation, peers=peers, transport=transport, average=self._average
+        )
         self._events: asyncio.Queue[rounds.RingEvent] = asyncio.Queue()
         self._arrived: dict[tuple[int, int, int], Piece] = {}
         self._taken: dict[str, Tensor] = {}
-        self._samples_before = 0
-        self._samples_at_snapshot = 0
-        self._orders = 0
+        self._samples_before = samples_before
+        self._samples_at_snapshot = samples_before
+        self._orders = orders
+        self._closed = False
         self._begun_at = 0.0
         self._copied_at = 0.0
         self.ready = asyncio.Event()
@@ -115,6 +127,11 @@ class RingDriver:
         self.moved = asyncio.Condition()
         self.rounds_done = 0
         self.times = RingTimes()
+
+    @property
+    def samples_before(self) -> int:
+        """Samples behind the last round that was finished."""
+        return self._samples_before
 
     @property
     def idle(self) -> bool:
@@ -178,17 +195,28 @@ class RingDriver:
         return rounds.RoundTerms(base=base, codec=codec)
 
     async def average_exactly(self, order: int) -> None:
-        """Take part in the round of this order, and wait until its result is applied. Raises DeadlineError if nothing moves."""
+        """Take part in the round of this order, and wait until its result is applied.
+
+        Raises DeadlineError if nothing moves, JobRefusedError if the ring is closed before.
+        """
         self._orders = max(self._orders, order)
         self._events.put_nowait(rounds.StartRequested(now=time.monotonic(), order=order))
         target = rounds.ordered_round(order)
         while self._member.finished < target:
+            if self._closed:
+                raise JobRefusedError(f"the ring of segment {self._segment.index} was closed", hint="Another plan has other rings.")
             try:
                 async with asyncio.timeout(2 * ROUND_DEADLINE_S), self.moved:
                     await self.moved.wait()
             except TimeoutError:
                 what = f"the averaging round of segment {self._segment.index} did not finish on {self._node_id}"
                 raise DeadlineError(what) from None
+
+    async def close(self) -> None:
+        """The task has ended and does not come back: whoever waits for a round is told so."""
+        self._closed = True
+        async with self.moved:
+            self.moved.notify_all()
 
     # ------------------------------------------------------------ the task
 
@@ -198,7 +226,7 @@ class RingDriver:
         Raises NonFiniteLossError if the weights to be averaged are not finite.
         """
         try:
-            if self._options.differences:
+            if self._options.differences and self._agreed:
                 initial, _ = await self._snapshot()
                 await asyncio.to_thread(self._average.set_base, initial)
         finally:

@@ -34,9 +34,20 @@ class RingSender:
     One piece at a time waits for the transport, so that rings with the same next member take turns on its stream.
     """
 
-    def __init__(self, *, job_id: str, segment: int, peers: Mapping[str, Peer], transport: Transport, average: SegmentAverage) -> None:
+    def __init__(
+        self,
+        *,
+        job_id: str,
+        segment: int,
+        peers: Mapping[str, Peer],
+        transport: Transport,
+        average: SegmentAverage,
+        generation: int = 0,
+    ) -> None:
+        """`generation` is that of the plan whose ring this is."""
         self._job_id = job_id
         self._segment = segment
+        self._generation = generation
         self._peers = peers
         self._transport = transport
         self._average = average
@@ -95,7 +106,14 @@ class RingSender:
 
     async def _send_open(self, instruction: SendOpen) -> None:
         terms = instruction.terms
-        message = m.OpenRound(job_id=self._job_id, segment=self._segment, round=instruction.round, base=terms.base, codec=terms.codec)
+        message = m.OpenRound(
+            job_id=self._job_id,
+            segment=self._segment,
+            generation=self._generation,
+            round=instruction.round,
+            base=terms.base,
+            codec=terms.codec,
+        )
         await self._transport.send(self._peers[instruction.peer], message, lane=Lane.AVERAGING)
 
     async def _send_chunk(self, item: SendChunk | ReadChunk) -> None:
@@ -105,6 +123,7 @@ class RingSender:
         message = m.RingChunk(
             job_id=self._job_id,
             segment=self._segment,
+            generation=self._generation,
             round=instruction.round,
             step=instruction.step,
             chunk=instruction.chunk,

@@ -12,13 +12,15 @@ import torch
 
 import roost
 from roost import messages as m
-from roost.agent.assignment import Assignment, assignment_from
+from roost.agent.assignment import Assignment, assignment_from, changed_assignment
 from roost.agent.builder import build_stage
 from roost.agent.compute import ComputeThread
 from roost.agent.links import measure_links
 from roost.agent.message_probe import MessageProbe
 from roost.agent.pause import PauseSwitch
+from roost.agent.reporter import patiently
 from roost.agent.stage_driver import StageDriver, failure_of
+from roost.agent.state_transfer import state_reply
 from roost.config import AgentConfig
 from roost.errors import (
     DeadlineError,
@@ -53,6 +55,8 @@ class Agent:
         self._pause = PauseSwitch(config.state_dir)
         self._news = asyncio.Event()  # something that the coordinator should hear of before the next heartbeat is due
         self._driver: StageDriver | None = None
+        self._before: StageDriver | None = None
+        """The stage that the node had before the one it has now, as long as others may fetch from it."""
         self._building: tuple[str, asyncio.Task[StageDriver]] | None = None
         self._registered = asyncio.Event()
         self._ending: set[asyncio.Task[None]] = set()
@@ -82,11 +86,13 @@ class Agent:
                 except TransportError as error:
                     logger.warning("coordinator_unreachable node=%s error=%s", self.node_id, error.message)
                     await asyncio.sleep(RECONNECT_S)
-                except JobRefusedError as error:
+                except JobRefusedError:
+                    # The coordinator was started again, or has given this node up: it says what becomes of the stage.
                     registered = False
-                    await self._drop_stage(error.message)
         finally:
             watching.cancel()
+            for task in self._ending:
+                task.cancel()
             await self._drop_stage("the agent stops")
             await self._transport.stop()
             self._compute.stop()
@@ -109,17 +115,23 @@ class Agent:
         )
 
     async def _register(self) -> float:
+        job = self._driver.assignment if self._driver is not None else None
         message = m.RegisterNode(
             protocol_version=m.PROTOCOL_VERSION,
             roost_version=roost.__version__,
             torch_version=torch.__version__,
             profile=self._profile,
             paused=self._pause.paused,
+            job_id=job.job_id if job is not None else "",
+            cluster=job.number if job is not None else -1,
+            generation=job.generation if job is not None else 0,
         )
         reply = (await self._transport.call(self._coordinator, message)).message
         if not isinstance(reply, m.Registered):
             raise MalformedMessageError(f"the coordinator answered a registration with {type(reply).__name__}")
-        logger.info("registered node=%s address=%s", self.node_id, self._profile.address)
+        if not reply.keep:
+            await self._drop_stage("the coordinator has given it to another node, or does not know its job")
+        logger.info("registered node=%s address=%s kept=%s", self.node_id, self._profile.address, reply.keep)
         self._registered.set()
         return reply.heartbeat_s
 
@@ -134,12 +146,12 @@ class Agent:
     async def on_call(self, sender: Sender, message: m.Message, buffers: Sequence[Buffer]) -> tuple[m.Message, Sequence[Buffer]]:
         """Answer the coordinator, or a peer that measures its link. Raises RoostError, which goes back to the caller."""
         try:
-            return await self._answer(message)
+            return await self._answer(sender, message)
         except (PeerUnreachableError, DeadlineError) as error:
             # As it is, it would read as if the caller had not reached this node.
             raise StageFailedError(f"node {self.node_id} cannot go on: {error.message}", hint=error.hint) from error
 
-    async def _answer(self, message: m.Message) -> tuple[m.Message, Sequence[Buffer]]:
+    async def _answer(self, sender: Sender, message: m.Message) -> tuple[m.Message, Sequence[Buffer]]:
         match message:
             case m.Ping():
                 return m.Done(), []
@@ -148,14 +160,24 @@ class Agent:
                 return m.LinkReport(links=links), []
             case m.PrepareStage():
                 await self._prepare(message)
+            case m.HoldStage(job_id=job_id):
+                driver = self._stage_of(job_id)
+                await driver.hold()
+                return m.StageReport(metrics=driver.metrics()), []
+            case m.ChangePlan(job_id=job_id):
+                driver = self._stage_of(job_id)
+                await driver.change_plan(changed_assignment(driver.assignment, message))
+            case m.FetchState(job_id=job_id, names=names):
+                return await self._lend_state(sender, job_id, names)
             case m.ContinueJob(job_id=job_id):
+                self._before = None
                 self._stage_of(job_id).go()
             case m.AverageNow(job_id=job_id, order=order):
                 driver = self._stage_of(job_id)
                 await driver.average_exactly(order)
                 return m.StageReport(metrics=driver.metrics()), []
-            case m.SaveStage(job_id=job_id, checkpoint=checkpoint):
-                await self._stage_of(job_id).save(checkpoint)
+            case m.SaveStage(job_id=job_id):
+                await self._stage_of(job_id).save(message)
             case m.EndJob(job_id=job_id, reason=reason):
                 if self._building is not None and self._building[0] == job_id:
                     self._building[1].cancel()
@@ -168,9 +190,8 @@ class Agent:
         return m.Done(), []
 
     async def _prepare(self, message: m.PrepareStage) -> None:
-        if self._driver is not None or self._building is not None:
-            raise JobRefusedError(f"node {self.node_id} already runs a stage of job {self._running_job()}")
         assignment = assignment_from(message, node_id=self.node_id, coordinator=self._coordinator)
+        held = await self._make_way(assignment)
         build = asyncio.create_task(
             build_stage(
                 assignment,
@@ -178,7 +199,8 @@ class Agent:
                 compute=self._compute,
                 device=self._config.device,
                 memory_bytes=self._profile.memory_bytes,
-                on_failure=lambda error: self._stage_failed(assignment, error),
+                held=held,
+                on_failure=lambda error, peer: self._stage_failed(assignment, error, peer),
             ),
             name=f"build-{assignment.job_id}",
         )
@@ -186,14 +208,41 @@ class Agent:
         try:
             await asyncio.wait({build})
         finally:
-            self._building = None
             build.cancel()
+            if self._building is not None and self._building[1] is build:
+                self._building = None
         if build.cancelled():
-            raise JobRefusedError(f"job {assignment.job_id} ended while node {self.node_id} built its stage")
+            raise JobRefusedError(f"job {assignment.job_id} ended, or changed, while node {self.node_id} built its stage")
         driver = build.result()
         driver.start()
-        self._driver = driver
-        await driver.ready()
+        # Others may still fetch what only the stage before has.
+        self._driver, self._before = driver, held
+        await driver.rings.ready()
+
+    async def _make_way(self, assignment: Assignment) -> StageDriver | None:
+        """Return the stage of the same job that this node has, held. Raises JobRefusedError if it is busy with something else."""
+        if self._building is not None:
+            job_id, build = self._building
+            if job_id != assignment.job_id or assignment.generation == 0:
+                raise JobRefusedError(f"node {self.node_id} already runs a stage of job {job_id}")
+            # A plan that was given up before it was carried out.
+            build.cancel()
+            await asyncio.wait({build})
+        held = self._driver
+        if held is None:
+            return None
+        if held.assignment.job_id != assignment.job_id or held.assignment.generation >= assignment.generation:
+            raise JobRefusedError(f"node {self.node_id} already runs a stage of job {self._running_job()}")
+        await held.hold()
+        # A stage that was built for a plan that was given up has less than the one before it.
+        return self._before or held
+
+    async def _lend_state(self, sender: Sender, job_id: str, names: tuple[str, ...]) -> tuple[m.Message, Sequence[Buffer]]:
+        driver = self._stage_of(job_id)
+        owner = driver if driver.state().keys() >= set(names) else self._before
+        if owner is None:
+            raise MalformedMessageError(f"node {self.node_id} does not hold all tensors that {sender.peer_id} asks for")
+        return await state_reply(owner, names)
 
     def _running_job(self) -> str:
         if self._driver is not None:
@@ -214,10 +263,11 @@ class Agent:
             return
         driver = self._driver
         if driver is None or getattr(message, "job_id", None) != driver.assignment.job_id:
-            logger.debug("message_dropped node=%s sender=%s type=%s", self.node_id, sender.peer_id, type(message).__name__)
+            self._log_dropped(sender, message)
             return
         if sender.role is not Role.NODE or sender.peer_id not in driver.assignment.peers:
             raise ForbiddenError(f"{sender.peer_id} has no part in job {driver.assignment.job_id}")
+        taken = True
         match message:
             case m.Activation():
                 driver.activation_arrived(sender.peer_id, message, buffers)
@@ -225,34 +275,48 @@ class Agent:
                 driver.gradient_arrived(sender.peer_id, message, buffers)
             case m.GradientNorm():
                 driver.norm_arrived(sender.peer_id, message)
-            case m.OpenRound(segment=segment) if segment in driver.rings:
-                driver.rings[segment].opened(sender.peer_id, message)
-            case m.RingChunk(segment=segment) if segment in driver.rings and len(buffers) == 1:
-                driver.rings[segment].chunk_arrived(sender.peer_id, message, buffers[0])
+            case m.OpenRound():
+                taken = driver.rings.opened(sender.peer_id, message)
+            case m.RingChunk() if len(buffers) == 1:
+                taken = driver.rings.chunk_arrived(sender.peer_id, message, buffers[0])
             case _:
                 raise MalformedMessageError(f"node {self.node_id} does not take {type(message).__name__} from {sender.peer_id}")
+        if not taken:
+            self._log_dropped(sender, message)
+
+    def _log_dropped(self, sender: Sender, message: m.Message) -> None:
+        logger.debug("message_dropped node=%s sender=%s type=%s", self.node_id, sender.peer_id, type(message).__name__)
 
     # ------------------------------------------------------------ ends
 
-    def _stage_failed(self, assignment: Assignment, error: BaseException) -> None:
+    def _stage_failed(self, assignment: Assignment, error: BaseException, peer: str) -> None:
         failure = failure_of(error, self.node_id)
-        logger.error("stage_failed job=%s node=%s error=%s", assignment.job_id, self.node_id, failure.message, exc_info=error)
-        if self._driver is None or self._driver.assignment is not assignment:
+        driver = self._driver
+        if driver is None or driver.assignment.number != assignment.number or driver.held:
             return
-        task = asyncio.create_task(self._report_failure(assignment, failure), name="report-failure")
+        logger.error("stage_failed job=%s node=%s error=%s", assignment.job_id, self.node_id, failure.message, exc_info=error)
+        task = asyncio.create_task(self._report_failure(driver, failure, peer), name="report-failure")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _report_failure(self, assignment: Assignment, failure: RoostError) -> None:
-        report = m.StageFailed(job_id=assignment.job_id, code=failure.code, message=failure.message, hint=failure.hint)
+    async def _report_failure(self, driver: StageDriver, failure: RoostError, peer: str) -> None:
+        """Hold the stage, whose state others may need, and tell the coordinator."""
+        await driver.hold()
+        report = m.StageFailed(
+            job_id=driver.assignment.job_id,
+            code=failure.code,
+            message=failure.message,
+            hint=failure.hint,
+            cluster=driver.assignment.number,
+            peer=peer,
+        )
         try:
-            await self._transport.send(self._coordinator, report)
-        except TransportError as error:
+            await patiently(self._transport, self._coordinator, report)
+        except RoostError as error:
             logger.warning("failure_not_reported node=%s error=%s", self.node_id, error.message)
-        await self._drop_stage(failure.message)
 
     async def _drop_stage(self, reason: str) -> None:
-        driver, self._driver = self._driver, None
+        driver, self._driver, self._before = self._driver, None, None
         if driver is None:
             return
         await driver.stop()

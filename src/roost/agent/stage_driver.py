@@ -19,17 +19,16 @@ from roost.agent.assignment import Assignment
 from roost.agent.compute import ComputeThread
 from roost.agent.feeder import EVALUATION_WINDOW, Feeder
 from roost.agent.outbox import Outbox
-from roost.agent.ring_driver import RingDriver
+from roost.agent.reporter import Reporter
+from roost.agent.stage_rings import StageRings
+from roost.agent.uploads import upload_state
 from roost.agent.value_wire import PackedValues, ValueWire, WireValue
-from roost.averaging.segment_average import AveragingOptions
-from roost.config import OuterOptimizer
 from roost.errors import MalformedMessageError, RoostError, StageFailedError
 from roost.pipeline.host_buffers import HostBuffers
 from roost.pipeline.program_interface import RunnableProgram
 from roost.pipeline.stage_runner import EvaluateResult, ForwardResult, StageRunner, add_gradients
-from roost.pipeline.tensor_bytes import from_buffer, spec_of, to_buffer
+from roost.pipeline.tensor_bytes import from_buffer, to_buffer
 from roost.protocol import pipeline_schedule as schedules
-from roost.protocol.averaging_pace import AveragingPace
 from roost.transport.interface import Buffer, Transport
 from roost.types import EvaluationResult, MicroBatch, StageMetrics, TensorSpec
 
@@ -70,8 +69,9 @@ class StageDriver:
         compute: ComputeThread,
         transport: Transport,
         host: HostBuffers,
-        on_failure: Callable[[BaseException], None],
+        on_failure: Callable[[BaseException, str], None],
     ) -> None:
+        """`on_failure` is told why the stage cannot go on, and which peer could not be reached, if that is why."""
         self.assignment = assignment
         self._wire = ValueWire(assignment.config.activation_compression, program.differentiable, host)
         self._program = program
@@ -95,7 +95,8 @@ class StageDriver:
             norm_sources=self._other_stages,
         )
         self._outbox = Outbox(transport, on_failure=on_failure)
-        self._feeder = Feeder(assignment, transport, inject=self._inject) if assignment.is_first else None
+        self._reporter = Reporter(transport, assignment.coordinator)
+        self._feeder = Feeder(assignment, transport, self._reporter, inject=self._inject) if assignment.is_first else None
         self._arrivals: dict[int, Arrivals] = {}
         # An honest pipeline has at most the first stage's micro-batches in flight, or the feeder's evaluation window.
         self._most_waiting = assignment.cluster.stages[0].max_in_flight + EVALUATION_WINDOW * len(assignment.cluster.stages)
@@ -104,57 +105,69 @@ class StageDriver:
         self._tasks: list[asyncio.Task[None]] = []
         self._counters = Counters()
         self._started_cpu_s = 0.0
-        self.rings: dict[int, RingDriver] = {}
-        self._paces: dict[int, AveragingPace] = {}
-        self._held_s: dict[int, float] = {}  # compute time of each ring's last snapshot and average
+        self.held = False
+        """True if the stage trains no more, and only keeps its state for whoever fetches it."""
+        self.rings = StageRings(
+            assignment=assignment,
+            parameters=frozenset(record.name for record in program.tensors if record.trainable),
+            runner=runner,
+            compute=compute,
+            transport=transport,
+            samples=lambda: self._counters.samples,
+            start_task=self._spawn,
+        )
 
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
         """Start the tasks of this stage and its rings; training begins with `go`."""
         self._started_cpu_s = time.process_time()
-        for segment in self.assignment.rings:
-            self.rings[segment.index] = RingDriver(
-                job_id=self.assignment.job_id,
-                segment=segment,
-                node_id=self.assignment.node_id,
-                peers=self.assignment.peers,
-                transport=self._transport,
-                snapshot=partial(self._snapshot, segment.index, segment.tensors),
-                apply=partial(self._apply_average, segment.index),
-                options=self._averaging_options(),
-            )
-            self._paces[segment.index] = AveragingPace(self.assignment.config.averaging_interval)
         self._spawn(self._compute_in_order(), "compute")
+        self._spawn(self._reporter.run(), "reporter")
         if self._feeder is not None:
             self._spawn(self._feeder.run(), "feeder")
-        for driver in self.rings.values():
-            self._spawn(driver.run(), "ring")
-
-    async def ready(self) -> None:
-        """Wait until training may begin: what rings keep of the initial weights has been copied."""
-        await asyncio.gather(*(ring.ready.wait() for ring in self.rings.values()))
+        self.rings.start()
 
     async def stop(self) -> None:
         """Stop all tasks; nothing of this stage runs afterwards."""
+        await self.rings.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._outbox.close()
 
+    async def hold(self) -> None:
+        """Stop all tasks and drop what is in flight; weights and optimizer state stay, for `current_state`."""
+        if self.held:
+            return
+        self.held = True
+        await self.stop()
+        await self._compute.run(self._runner.abandon, paced=False)
+        self._arrivals.clear()
+        self._gradients.clear()
+
     def go(self) -> None:
-        """Ask for leases (first stage; nothing to do elsewhere)."""
+        """Average in the background, and ask for leases (first stage)."""
+        self.rings.go()
         if self._feeder is not None:
             self._feeder.go()
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    async def change_plan(self, assignment: Assignment) -> None:
+        """Go on with the same stage in another plan: other rings, another share of the data."""
+        self.assignment = assignment
+        await self._compute.run(partial(self._runner.set_share, assignment.cluster.share), paced=False)
+        await self.rings.change(assignment)
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=f"{name}-{self.assignment.job_id}")
         task.add_done_callback(self._task_ended)
         self._tasks.append(task)
+        return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.remove(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_failure(error)
+            self._on_failure(error, "")
 
     # ------------------------------------------------------------ arrivals
 
@@ -172,6 +185,8 @@ class StageDriver:
         What that stage sends wrongly ends the job: the micro-batch would be missing for ever.
         """
         self._check_stage(sender, message.source_stage, self._sources)
+        if self._stale(message.cluster):
+            return
         with self._fatal():
             self._take_values(message, buffers)
 
@@ -189,6 +204,8 @@ class StageDriver:
 
     def gradient_arrived(self, sender: str, message: m.Gradient, buffers: Sequence[Buffer]) -> None:
         """Take gradients from a later stage. Raises MalformedMessageError if the sender does not run it."""
+        if self._stale(message.cluster):
+            return
         if self._feeder is not None and message.source_stage == len(self.assignment.cluster.stages) - 1 and message.evaluation:
             self._check_stage(sender, message.source_stage, frozenset({message.source_stage}))
             self._feeder.evaluated()
@@ -197,12 +214,16 @@ class StageDriver:
         with self._fatal():
             self._take_gradients(message, buffers)
 
+    def _stale(self, number: int) -> bool:
+        """Return True for what was sent in a cluster that this one has replaced, or while this stage is held."""
+        return self.held or number != self.assignment.number
+
     @contextlib.contextmanager
     def _fatal(self) -> Iterator[None]:
         try:
             yield
         except RoostError as error:
-            self._on_failure(error)
+            self._on_failure(error, "")
 
     def _take_gradients(self, message: m.Gradient, buffers: Sequence[Buffer]) -> None:
         allowed = self._program.sends.get(message.source_stage, ())
@@ -213,6 +234,8 @@ class StageDriver:
     def norm_arrived(self, sender: str, message: m.GradientNorm) -> None:
         """Take the norm of another stage's gradient. Raises MalformedMessageError if the sender does not run it."""
         self._check_stage(sender, message.source_stage, self._other_stages)
+        if self._stale(message.cluster):
+            return
         with self._fatal():
             if message.square < 0:
                 raise MalformedMessageError(f"stage {message.source_stage} sends a negative square")
@@ -277,6 +300,7 @@ class StageDriver:
             message = m.Activation(
                 job_id=self.assignment.job_id,
                 source_stage=index,
+                cluster=self.assignment.number,
                 micro_batch=micro_batch,
                 values=values.specs,
                 rng=carries,
@@ -306,7 +330,9 @@ class StageDriver:
     def _send_square(self, batch: int, square: float) -> None:
         index = self.assignment.stage.index
         self._squares[index] = square
-        message = m.GradientNorm(job_id=self.assignment.job_id, source_stage=index, batch=batch, square=square)
+        message = m.GradientNorm(
+            job_id=self.assignment.job_id, source_stage=index, cluster=self.assignment.number, batch=batch, square=square
+        )
         for stage in sorted(self._other_stages):
             self._outbox.put(self.assignment.peer_of_stage(stage), message)
 
@@ -314,6 +340,7 @@ class StageDriver:
         message = m.Gradient(
             job_id=self.assignment.job_id,
             source_stage=self.assignment.stage.index,
+            cluster=self.assignment.number,
             micro_batch=number,
             values=values.specs,
             evaluation=False,
@@ -324,7 +351,14 @@ class StageDriver:
     def _send_evaluated(self, number: int) -> None:
         """Tell the first stage that an evaluation micro-batch is through."""
         index = self.assignment.stage.index
-        word = m.Gradient(job_id=self.assignment.job_id, source_stage=index, micro_batch=number, values=(), evaluation=True)
+        word = m.Gradient(
+            job_id=self.assignment.job_id,
+            source_stage=index,
+            cluster=self.assignment.number,
+            micro_batch=number,
+            values=(),
+            evaluation=True,
+        )
         self._outbox.put(self.assignment.peer_of_stage(0), word)
 
     async def _evaluate(self, micro_batch: MicroBatch) -> None:
@@ -346,7 +380,8 @@ class StageDriver:
         samples = micro_batch.samples
         done = m.EvaluationDone(
             job_id=self.assignment.job_id,
-            cluster=self.assignment.cluster.index,
+            cluster=self.assignment.number,
+            number=micro_batch.number,
             result=EvaluationResult(
                 lease_id=micro_batch.lease,
                 samples=samples,
@@ -354,7 +389,7 @@ class StageDriver:
                 metric_sum=(result.metric or 0.0) * samples,
             ),
         )
-        self._outbox.put(self.assignment.coordinator, done)
+        self._reporter.put(done)
 
     async def _update(self, batch: int, staleness: tuple[int, ...]) -> None:
         counters = self._counters
@@ -372,57 +407,19 @@ class StageDriver:
         self._handle(schedules.ComputeFinished())
         counters.staleness_max = max(counters.staleness_max, *staleness)
         counters.staleness_sum += sum(staleness)
-        self._start_rounds()
+        self.rings.updated()
         if self._feeder is not None:
-            await self._feeder.batch_applied(batch)
+            self._feeder.batch_applied(batch)
 
     # ------------------------------------------------------------ averaging and saving
 
-    def _averaging_options(self) -> AveragingOptions:
-        config = self.assignment.config
-        steps = config.outer_optimizer is OuterOptimizer.NESTEROV
-        return AveragingOptions(
-            codec=config.averaging_compression,
-            outer_learning_rate=config.outer_learning_rate if steps else 0.0,
-            outer_momentum=config.outer_momentum if steps else 0.0,
-            parameters=frozenset(record.name for record in self._program.tensors if record.trainable),
-        )
-
-    def _start_rounds(self) -> None:
-        """Ask for a background round in every ring where one is due after this update."""
-        now = time.monotonic()
-        for index, ring in self.rings.items():
-            times = ring.times
-            held_s = self._held_s.get(index, 0.0)
-            if self._paces[index].updated(now=now, idle=ring.idle, began_at=times.began_at, round_s=times.round_s, held_s=held_s):
-                ring.start_round()
-
-    async def _snapshot(self, segment: int, names: tuple[str, ...]) -> tuple[dict[str, Tensor], int]:
-        """Return copies of the named tensors and the samples applied to them so far."""
-
-        def copy() -> tuple[dict[str, Tensor], int]:
-            began = time.perf_counter()
-            copies = self._runner.snapshot(names)
-            self._held_s[segment] = time.perf_counter() - began
-            return copies, self._counters.samples
-
-        return await self._compute.run(copy)
-
-    async def _apply_average(self, segment: int, average: dict[str, Tensor], snapshot: dict[str, Tensor]) -> None:
-        def apply() -> None:
-            began = time.perf_counter()
-            self._runner.apply_average(average, snapshot)
-            self._held_s[segment] += time.perf_counter() - began
-
-        await self._compute.run(apply)
-
     async def average_exactly(self, order: int) -> None:
-        """Take part in the ordered round of every ring and wait for its result. Raises DeadlineError."""
-        await asyncio.gather(*(driver.average_exactly(order) for driver in self.rings.values()))
+        """Take part in the ordered round of every ring and wait for its result. Raises DeadlineError, JobRefusedError."""
+        await self.rings.average_exactly(order)
 
-    async def save(self, checkpoint: str) -> None:
+    async def save(self, message: m.SaveStage) -> None:
         """Upload this stage's tensors to the requester, segment by segment, with their optimizer state."""
-        segments = {segment.index: segment.tensors for segment in self.assignment.segments}
+        segments = {segment.index: segment.tensors for segment in self.assignment.segments if segment.index in message.segments}
         owned = [record.name for record in self._program.tensors]
         in_segments = {name for names in segments.values() for name in names}
         rest = tuple(name for name in owned if name not in in_segments)
@@ -430,21 +427,42 @@ class StageDriver:
             segments[-1 - self.assignment.stage.index] = rest
         for index, names in segments.items():
             tensors, optimizer = await self._compute.run(partial(self._state_of, names))
-            message = m.UploadState(
+            await upload_state(
+                self._transport,
+                self.assignment.requester,
                 job_id=self.assignment.job_id,
-                checkpoint=checkpoint,
+                checkpoint=message.checkpoint,
                 segment=index,
-                tensors=_specs(tensors),
-                optimizer=_specs(optimizer),
+                tensors=tensors,
+                optimizer=optimizer,
+                attempt=message.attempt,
             )
-            buffers = [to_buffer(tensor) for tensor in (*tensors.values(), *optimizer.values())]
-            await self._transport.call(self.assignment.requester, message, buffers, deadline_s=120.0)
 
     def _state_of(self, names: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return tensors and optimizer state in host memory; on the cpu they share the stage's storage."""
         state = self.state()
         optimizer = self._runner.optimizer_state(names)
         return {name: state[name].cpu() for name in names}, {key: tensor.cpu() for key, tensor in optimizer.items()}
+
+    async def current_state(self, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return copies of tensors and their optimizer state in host memory, as they are between two updates.
+
+        Raises MalformedMessageError for a tensor that is not this stage's.
+        """
+        if missing := set(names) - self.state().keys():
+            raise MalformedMessageError(f"node {self.assignment.node_id} does not hold tensor {min(missing)!r}")
+
+        def copy() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            tensors, optimizer = self._state_of(tuple(names))
+            return {name: tensor.clone() for name, tensor in tensors.items()}, {key: value.clone() for key, value in optimizer.items()}
+
+        return await self._compute.run(copy, paced=False)
+
+    def lend_state(self, names: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return tensors and their optimizer state of a stage that is held; they are its own."""
+        state = self.state()
+        own = tuple(name for name in names if name in state)
+        return {name: state[name] for name in own}, self._runner.optimizer_state(own)
 
     def state(self) -> dict[str, Tensor]:
         """Return the stage's parameters and buffers; they share its storage."""
@@ -468,12 +486,9 @@ class StageDriver:
             cpu_s=time.process_time() - self._started_cpu_s,
             bytes_sent=traffic.bytes_sent,
             bytes_received=traffic.bytes_received,
-            rounds=sum(driver.rounds_done for driver in self.rings.values()),
+            rounds=self.rings.rounds_done,
+            number=self.assignment.number,
         )
-
-
-def _specs(tensors: Mapping[Any, Tensor]) -> tuple[TensorSpec, ...]:
-    return tuple(spec_of(str(name), tensor) for name, tensor in tensors.items())
 
 
 def failure_of(error: BaseException, node_id: str) -> RoostError:

@@ -7,6 +7,7 @@ error feedback: what rounding takes from one micro-batch has no place in the nex
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from roost.averaging import codecs
 from roost.config import TensorCodec
-from roost.errors import MalformedMessageError
+from roost.errors import MalformedMessageError, NonFiniteLossError
 from roost.pipeline.host_buffers import HostBuffers
 from roost.pipeline.tensor_bytes import DTYPES, arranged, bytes_of, flattened, from_buffer, ordered_spec_of
 from roost.transport.interface import Buffer
@@ -33,6 +34,10 @@ class WireValue:
     spec: TensorSpec
     codec: TensorCodec
     buffer: Buffer
+    sender: str = "a peer"
+    """The node it came from."""
+    must_be_number: bool = False
+    """True if it carries a gradient in training: there a NaN ends all training that it reaches."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,28 +94,35 @@ class ValueWire:
         expected: Sequence[int],
         *,
         training: bool,
+        sender: str = "a peer",
     ) -> dict[int, WireValue]:
-        """Return the values that came in a message, by number.
+        """Return the values that came in a message from the node `sender`, by number.
 
-        Raises MalformedMessageError for other values than the `expected`, a codec they may not have, or a wrong number of bytes.
+        Raises MalformedMessageError, naming the sender, for other values than the `expected`, a codec they may not have, or wrong sizes.
         """
         known = {str(value): value for value in expected}
         all_codecs = chosen or (TensorCodec.NONE,) * len(specs)
         if not len(specs) == len(buffers) == len(all_codecs):
-            raise MalformedMessageError(f"{len(specs)} tensors with {len(chosen)} codecs announced, {len(buffers)} sent")
+            raise MalformedMessageError(f"{sender} announced {len(specs)} tensors with {len(chosen)} codecs and sent {len(buffers)}")
         values = {}
         for spec, codec, buffer in zip(specs, all_codecs, buffers, strict=True):
             if spec.name not in known:
-                raise MalformedMessageError(f"value {spec.name!r} is not one that crosses here")
+                raise MalformedMessageError(f"value {spec.name[:80]!r} from {sender} is not one that crosses here")
             if codec is not TensorCodec.NONE and not (training and codec is self._codec and self._may_be_encoded(spec)):
-                raise MalformedMessageError(f"value {spec.name!r} came with codec {codec}, which it cannot have here")
+                raise MalformedMessageError(f"value {spec.name!r} came from {sender} with codec {codec}, which it cannot have here")
             if (found := memoryview(buffer).nbytes) != (wanted := _wire_bytes(codec, spec)):
-                raise MalformedMessageError(f"value {spec.name!r} came with {found} bytes, not {wanted}")
-            values[known[spec.name]] = WireValue(spec=spec, codec=codec, buffer=buffer)
+                raise MalformedMessageError(f"value {spec.name!r} came from {sender} with {found} bytes, not {wanted}")
+            number = known[spec.name]
+            carries = training and spec.dtype in FLOATING and number in self._differentiable
+            values[number] = WireValue(spec=spec, codec=codec, buffer=buffer, sender=sender, must_be_number=carries)
         return values
 
     def unpack(self, values: Mapping[int, Tensor | WireValue]) -> dict[int, Tensor]:
-        """Return the values by number, on the device. Raises MalformedMessageError for one that encodes what is not finite."""
+        """Return the values by number, on the device.
+
+        Raises MalformedMessageError for one that encodes what is not finite, NonFiniteLossError for one that carries a gradient and has a
+        NaN; both name the sender.
+        """
         return {
             number: self._host.to_device(_decoded(value) if isinstance(value, WireValue) else value) for number, value in values.items()
         }
@@ -129,11 +141,15 @@ def _encoded(codec: TensorCodec, elements: Tensor) -> Tensor:
 
 def _decoded(value: WireValue) -> Tensor:
     if value.codec is TensorCodec.NONE:
-        return from_buffer(value.spec, value.buffer)
+        tensor = from_buffer(value.spec, value.buffer)
+        # One pass: a NaN never leaves a sum. Infinities may be meant, as in masked scores, but not both of them.
+        if value.must_be_number and math.isnan(float(tensor.sum())):
+            raise NonFiniteLossError(f"{value.sender} sent value {value.spec.name!r} with a NaN")
+        return tensor
     dtype = DTYPES[value.spec.dtype]
     elements = codecs.decode(value.codec, value.buffer, value.spec.nbytes // dtype.itemsize, torch.float32)
     if not _all_within(elements, float("inf")):
-        raise MalformedMessageError(f"value {value.spec.name!r} encodes numbers that are not finite")
+        raise MalformedMessageError(f"value {value.spec.name!r} from {value.sender} encodes numbers that are not finite")
     return arranged(value.spec, elements.to(dtype))
 
 

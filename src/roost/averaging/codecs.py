@@ -80,6 +80,15 @@ def all_finite(values: Tensor) -> bool:
     return math.isfinite(float(values.sum()))
 
 
+def root_mean_square(values: Tensor) -> float:
+    """Return the root of the mean square of the values, (n,); NaN or infinity if one is not finite, or too large to be squared.
+
+    One pass without temporaries.
+    """
+    count = values.numel()
+    return float(torch.linalg.vector_norm(values)) / math.sqrt(count) if count else 0.0
+
+
 def _blocks(count: int, block: int) -> int:
     return -(-count // block)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from roost.averaging.codecs import Bytes, all_finite, decode
+from roost.averaging.codecs import Bytes, all_finite, decode, root_mean_square
 from roost.config import TensorCodec
 from roost.errors import MalformedMessageError, ProtocolError
 
@@ -89,21 +89,23 @@ class SegmentBuffer:
         if not all_finite(summed):
             raise MalformedMessageError(f"chunk {index} of an averaging round has a value that is not finite")
 
-    def store(self, index: int, buffer: Bytes, piece: int = 0, codec: TensorCodec = TensorCodec.NONE) -> None:
+    def store(self, index: int, buffer: Bytes, piece: int = 0, codec: TensorCodec = TensorCodec.NONE, *, largest: float = math.inf) -> None:
         """Set a piece of chunk `index` to received final values.
 
-        Raises MalformedMessageError if their length is wrong or one of them is not finite.
+        Raises MalformedMessageError if their length is wrong, one of them is not finite, or their root mean square is over `largest`.
         """
         values = self._received(index, buffer, piece, codec)
-        if not all_finite(values):
-            raise MalformedMessageError(f"chunk {index} of an averaging round has a value that is not finite")
+        _check_size(values, largest, index)
         self.piece(index, piece).copy_(values)
 
-    def scale(self, index: int, total_weight: float, piece: int = 0) -> None:
-        """Divide a piece of chunk `index`, a complete sum, by the weight of all members. Raises ProtocolError if that is not positive."""
+    def scale(self, index: int, total_weight: float, piece: int = 0, *, largest: float = math.inf) -> None:
+        """Divide a piece of chunk `index`, a complete sum, by the weight of all members.
+
+        Raises ProtocolError if that is not positive, MalformedMessageError if the root mean square of the result is over `largest`.
+        """
         if not (math.isfinite(total_weight) and total_weight > 0):
             raise ProtocolError(f"the weights of an averaging round add up to {total_weight}, not to a positive number")
-        self.piece(index, piece).div_(total_weight)
+        _check_size(self.piece(index, piece).div_(total_weight), largest, index)
 
     def slices(self) -> dict[str, slice]:
         """Return where each tensor lies in a flat one."""
@@ -131,3 +133,12 @@ def _part(flat: Tensor, parts: int, index: int) -> Tensor:
     size, longer = divmod(flat.numel(), parts)
     begin = index * size + min(index, longer)
     return flat[begin : begin + size + (1 if index < longer else 0)]
+
+
+def _check_size(values: Tensor, largest: float, index: int) -> None:
+    """Raise MalformedMessageError if a value is not finite, or their root mean square is over `largest`."""
+    size = root_mean_square(values)
+    if not math.isfinite(size):
+        raise MalformedMessageError(f"chunk {index} of an averaging round has a value that is not finite")
+    if size > largest:
+        raise MalformedMessageError(f"chunk {index} of an averaging round has values of size {size:g}, at most {largest:g} are believed")

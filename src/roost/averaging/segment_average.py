@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from roost.averaging.codecs import Bytes, all_finite, decode, encode
+from roost.averaging.codecs import Bytes, decode, encode, root_mean_square
 from roost.averaging.outer_step import OuterStep
 from roost.averaging.ring_buffer import SegmentBuffer
 from roost.config import TensorCodec
 from roost.errors import NonFiniteLossError, ProtocolError
+
+ABSURD = 1000.0
+"""A mean whose values are so many times as large as a member's own, and as 1, is no mean of clusters that train the same model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +58,7 @@ class SegmentAverage:
         self._codec = TensorCodec.NONE
         self._from_base = False
         self._weight = 0.0
-        self._filled: set[int] = set()  # chunks that hold values by now
+        self._filled: dict[int, float] = {}  # chunks that hold values by now, with the root mean square of this member's own
         self._encoded: dict[tuple[int, int], Bytes] = {}  # means of this round as they travel
 
     @property
@@ -101,13 +105,14 @@ class SegmentAverage:
         if chunk in self._filled:
             return
         values = self._running.fill(chunk)
-        if not all_finite(values):
+        own = root_mean_square(values)
+        if not math.isfinite(own):
             raise NonFiniteLossError("weights of this node are not finite: they are not averaged")
         if self._from_base and self._base is not None:
             begin = values.storage_offset()
             values.sub_(self._base[begin : begin + values.numel()])
         values.mul_(self._weight)
-        self._filled.add(chunk)
+        self._filled[chunk] = own
 
     def add(self, chunk: int, piece: int, buffer: Bytes) -> None:
         """Add a received partial sum. Raises MalformedMessageError, or NonFiniteLossError if it is this member's own fault."""
@@ -116,13 +121,13 @@ class SegmentAverage:
 
     def store(self, chunk: int, piece: int, buffer: Bytes) -> None:
         """Take a received mean, which is passed on as it came. Raises MalformedMessageError."""
-        self._running.store(chunk, buffer, piece, self._codec)
+        self._running.store(chunk, buffer, piece, self._codec, largest=self._largest(chunk))
         if self._codec is not TensorCodec.NONE:
             self._encoded[chunk, piece] = buffer
 
     def scale(self, chunk: int, piece: int, total_weight: float) -> None:
-        """Make a complete sum the mean; this member takes what the others will decode. Raises ProtocolError."""
-        self._running.scale(chunk, total_weight, piece)
+        """Make a complete sum the mean; this member takes what the others will decode. Raises ProtocolError, MalformedMessageError."""
+        self._running.scale(chunk, total_weight, piece, largest=self._largest(chunk))
         if self._codec is not TensorCodec.NONE:
             values = self._running.piece(chunk, piece)
             encoded, decoded = self._encode(values)
@@ -163,6 +168,10 @@ class SegmentAverage:
         self._encoded.clear()
         if not finished:
             self._lost = None
+
+    def _largest(self, chunk: int) -> float:
+        """Return the largest root mean square that a mean of this chunk, or of differences to the base, is believed to have."""
+        return ABSURD * max(1.0, self._filled.get(chunk, 0.0))
 
     def _encode(self, values: Tensor) -> tuple[Bytes, Tensor]:
         """Return the bytes of `values` and what they decode to; int8 adds what was lost the last time and keeps what is lost now."""

@@ -57,6 +57,34 @@ def cut(graph: Graph, boundaries: Sequence[int]) -> tuple[StageProgram, ...]:
     return _Cutter(graph, boundaries).stages()
 
 
+def tensor_positions(graph: Graph) -> dict[str, tuple[int, ...]]:
+    """Return for each tensor that training or evaluation uses the positions, ascending, whose stage needs it, however the graph is cut.
+
+    The stage of the first one owns the tensor. A trainable tensor has that one alone: its values travel to the other stages.
+    """
+    analysis = GraphAnalysis(graph)
+    found: dict[str, list[int]] = {}
+    for position in _live(analysis):
+        for value in graph.nodes[position].uses:
+            record = graph.tensor_of(value)
+            if record is not None:
+                positions = found.setdefault(record.name, [])
+                if not positions or not record.trainable and positions[-1] != position:
+                    positions.append(position)
+    return {name: tuple(positions) for name, positions in found.items()}
+
+
+def _roots(graph: Graph) -> list[int]:
+    return [graph.loss, *([] if graph.metric is None else [graph.metric])]
+
+
+def _live(analysis: GraphAnalysis) -> list[int]:
+    """Return the positions that training or evaluation runs, ascending."""
+    graph = analysis.graph
+    nodes = len(graph.nodes)
+    return sorted({*analysis.needed_in_training(0, nodes, [graph.loss]), *analysis.needed_in_evaluation(0, nodes, _roots(graph))})
+
+
 class _Cutter:
     """Decides who owns, sends and receives what for one choice of cuts.
 
@@ -91,21 +119,15 @@ class _Cutter:
     def _stage_of(self, position: int) -> int:
         return bisect_right(self.boundaries, position) - 1
 
-    def _roots(self) -> list[int]:
-        return [self.graph.loss, *([] if self.graph.metric is None else [self.graph.metric])]
-
     def _assign(self) -> None:
         """Find for every stage what it receives from whom, which tensors it owns, and which it shares."""
-        graph, analysis = self.graph, self.analysis
         count = len(self.boundaries) - 1
         self.received = [{} for _ in range(count)]
         self.shared = [[] for _ in range(count)]
-        nodes = len(graph.nodes)
-        live = set(analysis.needed_in_training(0, nodes, [graph.loss])) | set(analysis.needed_in_evaluation(0, nodes, self._roots()))
         seen: set[tuple[int, int]] = set()
-        for position in sorted(live):
+        for position in _live(self.analysis):
             stage = self._stage_of(position)
-            for value in graph.nodes[position].uses:
+            for value in self.graph.nodes[position].uses:
                 if (stage, value) not in seen:
                     seen.add((stage, value))
                     self._use(stage, value)
@@ -141,7 +163,7 @@ class _Cutter:
         outgoing = sorted({value for values in sends.values() for value in values})
         is_last = index == len(self.received) - 1
         train_results = [*outgoing, *([graph.loss] if is_last else [])]
-        test_results = [*outgoing, *(dict.fromkeys(self._roots()) if is_last else [])]
+        test_results = [*outgoing, *(dict.fromkeys(_roots(graph)) if is_last else [])]
         trained = analysis.needed_in_training(start, stop, train_results)
         tested = analysis.needed_in_evaluation(start, stop, test_results)
         crossing = {*incoming, *outgoing}

@@ -20,7 +20,9 @@ MANIFEST_FILE = "checkpoint.json"
 MODEL_FILE = "model.safetensors"
 MAX_MANIFEST_BYTES = 4 << 20
 """Some ten thousand tensors. What JSON says in a byte can take Python 30 bytes to hold."""
-_FILE_NAME = re.compile(r"(model|optimizer--?[0-9]{1,9})\.safetensors")
+_FILE_NAME = re.compile(r"(model|optimizer--?[0-9]{1,9}(-[0-9]{1,6})?)\.safetensors")
+_CHECKSUM = "sha256"
+"""The field of checkpoint.json that vouches for the others; checkpoints made before there was one lack it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +67,12 @@ class CheckpointManifest:
 
 def manifest_bytes(manifest: CheckpointManifest) -> bytes:
     """Return the JSON text of `manifest`. Raises CheckpointError if it is longer than read_manifest takes."""
-    data = json.dumps(encode_record(manifest), indent=1, allow_nan=False).encode()
+    raw = encode_record(manifest)
+    raw[_CHECKSUM] = _checksum(raw)
+    data = json.dumps(raw, indent=1, allow_nan=False).encode()
     if len(data) > MAX_MANIFEST_BYTES:
         # Without the spaces a long list of tensors takes a third of the room.
-        data = json.dumps(encode_record(manifest), separators=(",", ":"), allow_nan=False).encode()
+        data = json.dumps(raw, separators=(",", ":"), allow_nan=False).encode()
     if len(data) > MAX_MANIFEST_BYTES:
         count = len(manifest.contents.tensors)
         raise CheckpointError(f"the list of {count} tensors is too long for {MANIFEST_FILE}", hint="Merge small tensors of the model.")
@@ -87,6 +91,7 @@ def read_manifest(directory: Path) -> CheckpointManifest:
         raw = parse_json(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointDamagedError(f"{path} cannot be read: {shown(error)}") from error
+    checksum = raw.pop(_CHECKSUM, None) if isinstance(raw, dict) else None
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if isinstance(version, int) and version != FORMAT_VERSION:
         raise CheckpointMismatchError(
@@ -103,7 +108,19 @@ def read_manifest(directory: Path) -> CheckpointManifest:
         if not _FILE_NAME.fullmatch(file.name) or file.name in names:
             raise CheckpointDamagedError(f"{path} lists {file.name[:80]!r}, which is not a file of a checkpoint or is listed twice")
         names.add(file.name)
+    if checksum is not None and checksum != _checksum(raw):
+        raise CheckpointDamagedError(f"{path} has the wrong checksum: it changed after it was written")
     return manifest
+
+
+def _checksum(raw: dict[str, Any]) -> str:
+    """Return the SHA-256, hexadecimal, of what the fields say, however they are laid out."""
+    return hashlib.sha256(json.dumps(raw, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def is_checkpoint_file(name: str) -> bool:
+    """Return whether a file of that name belongs to a checkpoint."""
+    return name == MANIFEST_FILE or _FILE_NAME.fullmatch(name) is not None
 
 
 def parse_json(data: bytes) -> Any:
@@ -136,6 +153,17 @@ def regular_size(path: Path) -> int:
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointDamagedError(f"{path} is not an ordinary file", hint="Copy the file itself into the checkpoint's directory.")
     return status.st_size
+
+
+def check_file(directory: Path, file: FileRecord) -> None:
+    """Raise CheckpointDamagedError if `file` is missing, cut short, or has another checksum; its bytes are never all in memory."""
+    path = check_size(directory, file)
+    try:
+        found = file_record(path)
+    except OSError as error:
+        raise CheckpointDamagedError(f"{path} cannot be read: {error}") from error
+    if found.sha256 != file.sha256:
+        raise CheckpointDamagedError(f"{path} has the wrong checksum: it changed after it was written")
 
 
 def file_record(path: Path) -> FileRecord:

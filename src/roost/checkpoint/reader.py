@@ -18,7 +18,9 @@ from roost.checkpoint.manifest import (
     CheckpointContents,
     CheckpointManifest,
     FileRecord,
+    check_file,
     check_size,
+    is_checkpoint_file,
     read_checked,
     read_manifest,
 )
@@ -63,9 +65,49 @@ class Checkpoint:
 def load(path: Path) -> Checkpoint:
     """Return the checkpoint in directory `path`, after comparing every checksum.
 
-    Raises CheckpointDamagedError naming the file that is missing, cut short or changed, and CheckpointMismatchError for
-    another format.
+    Raises CheckpointDamagedError naming the file that is missing, cut short or changed, and the checkpoint before it that is
+    whole; CheckpointMismatchError for another format.
     """
+    try:
+        return _load(path)
+    except CheckpointDamagedError as error:
+        raise CheckpointDamagedError(error.message, hint=_hint_beside(path)) from error
+
+
+def load_from(path: Path) -> Checkpoint:
+    """Return the checkpoint in directory `path`, or the newest whole one of the run whose directory it is. Raises CheckpointError."""
+    try:
+        is_one = path.is_dir() and any(is_checkpoint_file(entry.name) for entry in path.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", hint="Check the permissions of the directory.") from error
+    return load(path) if is_one else load_newest(path)
+
+
+def load_newest(root: Path) -> Checkpoint:
+    """Return the newest checkpoint under `root` that is whole; each newer one that is damaged is named in a warning.
+
+    Raises CheckpointDamagedError, which names them all, if there are only damaged ones, and CheckpointError if there are none.
+    """
+    damaged: list[str] = []
+    for path in _candidates(root):
+        try:
+            checkpoint = _load(path)
+        except CheckpointError as error:
+            logger.warning("checkpoint_damaged path=%s reason=%s", path, error.message)
+            damaged.append(f"{path.name}: {error.message}")
+            continue
+        if damaged:
+            logger.warning("checkpoint_before_it_used path=%s damaged=%d", path, len(damaged))
+        return checkpoint
+    if damaged:
+        listed = "".join(f"\n    {line}" for line in damaged)
+        raise CheckpointDamagedError(
+            f"every checkpoint in {root} is damaged:{listed}", hint="Restore one of them from a copy, or start without resume=."
+        )
+    raise CheckpointError(f"there is no checkpoint in {root}", hint="Give the directory of a run or of one of its checkpoints.")
+
+
+def _load(path: Path) -> Checkpoint:
     manifest = read_manifest(path)
     model: dict[str, Tensor] | None = None
     optimizer: dict[str, Tensor] = {}
@@ -78,6 +120,30 @@ def load(path: Path) -> Checkpoint:
     if model is None:
         raise CheckpointDamagedError(f"{path} has no {MODEL_FILE}")
     return Checkpoint(model=model, optimizer=optimizer, manifest=manifest)
+
+
+def _hint_beside(path: Path) -> str:
+    """Return what to do about the damaged checkpoint `path`: use the newest whole one before it, else the newest beside it."""
+    path = path.absolute()
+    try:
+        others = _candidates(path.parent)
+    except CheckpointError:
+        others = []
+    place = others.index(path) if path in others else -1
+    for other in (*others[place + 1 :], *others[: max(place, 0)]):
+        if _is_whole(other):
+            return f"Use {other}, which is whole."
+    return "No other checkpoint beside it is whole: restore it from a copy, or start without resume=."
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether the manifest of a checkpoint can be read and the checksums of all its files are right."""
+    try:
+        for file in read_manifest(path).files:
+            check_file(path, file)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _load_file(directory: Path, file: FileRecord, contents: CheckpointContents | None) -> dict[str, Tensor]:
@@ -118,18 +184,40 @@ def latest(root: Path) -> Path | None:
 
 def completed(root: Path) -> list[Path]:
     """Return the directories of complete checkpoints under `root`, newest first; damaged ones are left out."""
-    if not root.is_dir():
-        return []
-    found: list[tuple[float, int, str, Path]] = []
-    for path in root.iterdir():
-        if path.name.startswith(".") or not path.is_dir():
-            continue
+    found: list[Path] = []
+    for path in _candidates(root):
         try:
-            manifest = read_manifest(path)
-            for file in manifest.files:
+            for file in read_manifest(path).files:
                 check_size(path, file)
         except CheckpointError as error:
             logger.warning("checkpoint_ignored path=%s reason=%s", path, error.message)
             continue
-        found.append((manifest.written_s, manifest.contents.updates, path.name, path))
-    return [entry[-1] for entry in sorted(found, reverse=True)]
+        found.append(path)
+    return found
+
+
+def _candidates(root: Path) -> list[Path]:
+    """Return the directories under `root` that are, or were, checkpoints, newest first. Raises CheckpointError."""
+    try:
+        paths = [path for path in root.iterdir() if not path.name.startswith(".") and path.is_dir()] if root.is_dir() else []
+        return sorted((path for path in paths if _looks_like_one(path)), key=_age, reverse=True)
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be read: {error}", hint="Check the permissions of the directory.") from error
+
+
+def _looks_like_one(path: Path) -> bool:
+    """Return whether a directory holds files of a checkpoint, or nothing at all: then it may have lost them."""
+    try:
+        names = [entry.name for entry in path.iterdir()]
+    except OSError:
+        return True
+    return not names or any(is_checkpoint_file(name) for name in names)
+
+
+def _age(path: Path) -> tuple[float, int, str]:
+    """Return what sorts checkpoints by age; of one whose manifest cannot be read, the time its directory last changed."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return path.stat().st_mtime, 0, path.name
+    return manifest.written_s, manifest.contents.updates, path.name

@@ -38,15 +38,21 @@ from roost.errors import CheckpointError, CheckpointMismatchError
 logger = logging.getLogger(__name__)
 
 WRITABLE_HINT = "Choose a directory that can be written (Job.checkpoint_dir)."
+MAX_OPEN = 3
+"""Attempts that may be growing at a time; of more, the one that has waited longest for a part is given up."""
+_PARTIAL = ".partial"
+
+Attempt = tuple[str, int]
+"""The name of a checkpoint, and which attempt to write it: a node may be lost in the middle of one."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Parts:
-    """What has arrived for one checkpoint."""
+    """What has arrived for one attempt."""
 
     directory: Path
     model: dict[str, Tensor] = field(default_factory=dict)
-    files: list[FileRecord] = field(default_factory=list)
+    files: dict[str, FileRecord] = field(default_factory=dict)
 
 
 class CheckpointWriter:
@@ -57,30 +63,42 @@ class CheckpointWriter:
         self._root = root
         self._keep = keep
         self._clock = clock
-        self._open: dict[str, _Parts] = {}
+        self._open: dict[Attempt, _Parts] = {}
+        self._finished: dict[str, int] = {}
 
-    def add(self, name: str, segment: int, tensors: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
+    def add(
+        self,
+        name: str,
+        segment: int,
+        tensors: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor],
+        *,
+        attempt: int = 0,
+        part: int = 0,
+    ) -> None:
         """Take a part of checkpoint `name`: model tensors by name, and optimizer state as 'PARAMETER/KEY'.
 
-        Model tensors are held, not copied, until finish(); optimizer state is written now. Raises CheckpointError if it
-        cannot be written.
+        A segment may come in several parts, numbered from 0; a part that comes again replaces the first. Parts of different attempts
+        never mix. Model tensors are held, not copied, until finish(); optimizer state is written now. Raises CheckpointError
+        if it cannot be written, or if a later attempt has been finished.
         """
-        parts = self._open.get(name) or self._begin(name)
+        parts = self._parts(name, attempt)
         parts.model.update({key: tensor.detach() for key, tensor in tensors.items()})
-        file_name = f"optimizer-{segment}.safetensors"
-        parts.files = [file for file in parts.files if file.name != file_name]
+        file_name = f"optimizer-{segment}-{part}.safetensors" if part else f"optimizer-{segment}.safetensors"
+        parts.files.pop(file_name, None)
         if optimizer:
-            parts.files.append(_save(parts.directory / file_name, optimizer))
+            parts.files[file_name] = _save(parts.directory / file_name, optimizer)
 
-    def finish(self, name: str, contents: CheckpointContents) -> Path:
-        """Write checkpoint `name` and return its directory; older checkpoints beyond `keep` are deleted.
+    def finish(self, name: str, contents: CheckpointContents, *, attempt: int = 0) -> Path:
+        """Write checkpoint `name` from the parts of `attempt` and return its directory.
 
-        Uploaded tensors that are not listed in `contents` (buffers that are not in the state_dict) are left out. Raises
-        CheckpointError naming a tensor that nobody uploaded, CheckpointMismatchError naming one of another shape or dtype.
+        Older checkpoints beyond `keep` are deleted, parts of other attempts forgotten. Uploaded tensors that are not listed in `contents`
+        (buffers that are not in the state_dict) are left out. Raises CheckpointError naming a tensor that nobody uploaded,
+        CheckpointMismatchError naming one of another shape or dtype.
         """
-        parts = self._open.get(name) or self._begin(name)
+        parts = self._parts(name, attempt)
         model = _assemble(name, parts.model, contents)
-        files = [_save(parts.directory / MODEL_FILE, model), *parts.files]
+        files = [_save(parts.directory / MODEL_FILE, model), *parts.files.values()]
         manifest = CheckpointManifest(
             format_version=FORMAT_VERSION,
             roost_version=__version__,
@@ -96,27 +114,55 @@ class CheckpointWriter:
             raise CheckpointError(
                 f"checkpoint {name!r} cannot be written: {error}", hint="Free disk space and check permissions."
             ) from error
-        del self._open[name]
+        self._finished[name] = attempt
+        del self._open[name, attempt]
+        # Whatever else was begun was begun before: a job writes one checkpoint at a time.
+        for other in list(self._open):
+            self._give_up(other)
         logger.info("checkpoint_written path=%s epoch=%d updates=%d", target, contents.epoch, contents.updates)
         self._prune(target)
         return target
 
-    def discard(self, name: str) -> None:
-        """Forget the parts of checkpoint `name` and delete their files; does nothing if there are none."""
-        parts = self._open.pop(name, None)
-        if parts is not None:
-            shutil.rmtree(parts.directory, ignore_errors=True)
-
-    def _begin(self, name: str) -> _Parts:
+    def path_of(self, name: str) -> Path:
+        """Return where checkpoint `name` is once it is written. Raises InvalidConfigError if that can be no name."""
         check_identifier(name, "checkpoint name")
-        directory = self._root / f".{name}.partial"
+        return self._root / name
+
+    def discard(self, name: str) -> None:
+        """Forget the parts of checkpoint `name`, of every attempt, and delete their files; does nothing if there are none."""
+        for key in [key for key in self._open if key[0] == name]:
+            self._give_up(key)
+
+    def _give_up(self, key: Attempt) -> None:
+        shutil.rmtree(self._open.pop(key).directory, ignore_errors=True)
+        logger.info("checkpoint_attempt_given_up name=%s attempt=%d", *key)
+
+    def _parts(self, name: str, attempt: int) -> _Parts:
+        """Return the parts of an attempt, which becomes the one that was heard of last; an attempt that is new starts with none."""
+        if attempt < self._finished.get(name, 0):
+            raise CheckpointError(
+                f"attempt {attempt} of checkpoint {name!r} was given up: a later one is written", hint="Upload to the newest attempt."
+            )
+        parts = self._open.pop((name, attempt), None) or self._begin(name, attempt)
+        self._open[name, attempt] = parts
+        while len(self._open) > MAX_OPEN:
+            self._give_up(next(iter(self._open)))
+        return parts
+
+    def _begin(self, name: str, attempt: int) -> _Parts:
+        check_identifier(name, "checkpoint name")
+        directory = self._root / f".{name}.{attempt}{_PARTIAL}"
         try:
-            shutil.rmtree(directory, ignore_errors=True)  # parts of a run that was interrupted must not mix with these
-            directory.mkdir(parents=True)
+            self._root.mkdir(parents=True, exist_ok=True)
+            # Parts of a run that was interrupted must not mix with these.
+            ours = {parts.directory for parts in self._open.values()}
+            for left in self._root.glob(f".*{_PARTIAL}"):
+                if left not in ours:
+                    shutil.rmtree(left, ignore_errors=True)
+            directory.mkdir()
         except OSError as error:
             raise CheckpointError(f"{directory} cannot be made: {error}", hint=WRITABLE_HINT) from error
-        self._open[name] = _Parts(directory=directory)
-        return self._open[name]
+        return _Parts(directory=directory)
 
     def _publish(self, name: str, directory: Path) -> Path:
         """Rename a complete directory to its name; one that has the name already makes room."""

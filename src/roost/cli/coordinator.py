@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from roost.cli.lifetime import run_until_stopped
-from roost.config import CoordinatorConfig, require
+from roost.config import CoordinatorConfig, check_identifier, require
+from roost.coordinator.certificates import CertificateDesk, refuse_revoked
 from roost.coordinator.enrolment import EnrolmentServer, issue_join_token
 from roost.coordinator.service import Coordinator
 from roost.coordinator.store import Store
@@ -39,9 +41,10 @@ async def _serve(config: CoordinatorConfig, *, tokens: int, json_output: bool) -
     credentials = authority.create_credentials(COORDINATOR_ID, Role.COORDINATOR)
     with Store(directory / DATABASE) as store:
         port = config.port + 1 if config.port else 0
-        transport = GrpcTransport(credentials, host=config.host, port=port, advertise=config.advertise)
+        admit = partial(refuse_revoked, store)
+        transport = GrpcTransport(credentials, host=config.host, port=port, advertise=config.advertise, admit=admit)
         coordinator = Coordinator(config=config, transport=transport, store=store)
-        await transport.start(coordinator)
+        await transport.start(CertificateDesk(coordinator, store=store, authority=authority))
         enrolment = EnrolmentServer(
             store=store,
             authority=authority,
@@ -64,8 +67,8 @@ async def _serve(config: CoordinatorConfig, *, tokens: int, json_output: bool) -
             await transport.stop()
 
 
-def _issue(store: Store, identity: EnrolmentIdentity, role: Role, ttl_s: float) -> str:
-    return issue_join_token(store, identity, role, now=time.time(), ttl_s=ttl_s)
+def _issue(store: Store, identity: EnrolmentIdentity, role: Role, ttl_s: float, replaces: str | None = None) -> str:
+    return issue_join_token(store, identity, role, now=time.time(), ttl_s=ttl_s, replaces=replaces)
 
 
 def _announce(address: str, identity: EnrolmentIdentity, node_tokens: list[str], requester_token: str, *, json_output: bool) -> None:
@@ -92,14 +95,21 @@ def _announce(address: str, identity: EnrolmentIdentity, node_tokens: list[str],
     console.print("Ctrl+C ends the coordinator.")
 
 
-def print_token(state_dir: Path, *, role: str, ttl_s: float) -> None:
-    """Print a fresh token. Raises CredentialsError if no coordinator has ever run with this state directory."""
-    require(role in (Role.NODE, Role.REQUESTER), f"role {role!r} must be node or requester")
-    require(ttl_s > 0, f"ttl must be positive, not {ttl_s}")
+def open_store(state_dir: Path) -> Store:
+    """Return the coordinator's database, not open yet. Raises CredentialsError if no coordinator has run with this state directory."""
     if not (state_dir / DATABASE).exists():
         raise CredentialsError(
             f"no coordinator has run with the state directory {state_dir}",
             hint="Run 'roost coordinator' first, or name its --state-dir.",
         )
-    with Store(state_dir / DATABASE) as store:
-        print(_issue(store, open_enrolment_identity(state_dir), Role(role), ttl_s))
+    return Store(state_dir / DATABASE)
+
+
+def print_token(state_dir: Path, *, role: str, ttl_s: float, replaces: str | None = None) -> None:
+    """Print a fresh token. Raises CredentialsError if no coordinator has ever run with this state directory."""
+    require(role in (Role.NODE, Role.REQUESTER), f"role {role!r} must be node or requester")
+    require(ttl_s > 0, f"ttl must be positive, not {ttl_s}")
+    if replaces is not None:
+        check_identifier(replaces, "the name to replace")
+    with open_store(state_dir) as store:
+        print(_issue(store, open_enrolment_identity(state_dir), Role(role), ttl_s, replaces))

@@ -19,9 +19,12 @@ from roost.errors import CredentialsError, ForbiddenError, InvalidConfigError
 from roost.transport.addresses import host_towards
 from roost.transport.enrolment_client import Enrolment, enrol_once
 from roost.transport.grpc_transport import GrpcTransport
+from roost.transport.renewal import renewing
 from roost.types import Role
 
 ENROL_S = 20.0
+LEAST_MESSAGE_BYTES = 64 << 20
+"""A node takes messages of this size however little it lends: the graph, and what links are measured with."""
 AGENT_LOCK = "agent.lock"
 """In a node's state directory: held while its agent runs."""
 
@@ -92,7 +95,11 @@ async def _serve(config: AgentConfig, directory: Path, *, address: str, token: s
     transport = GrpcTransport(
         enrolment.credentials,
         config=TransportConfig(
-            uplink_bytes_per_s=config.uplink_bytes_per_s, downlink_bytes_per_s=config.downlink_bytes_per_s, latency_s=config.latency_s
+            # A message that does not fit what this node lends cannot be meant for its stage.
+            max_message_bytes=min(TransportConfig().max_message_bytes, max(profile.memory_bytes, LEAST_MESSAGE_BYTES)),
+            uplink_bytes_per_s=config.uplink_bytes_per_s,
+            downlink_bytes_per_s=config.downlink_bytes_per_s,
+            latency_s=config.latency_s,
         ),
         host=config.host or host_towards(enrolment.coordinator.address),
         port=config.port,
@@ -104,7 +111,8 @@ async def _serve(config: AgentConfig, directory: Path, *, address: str, token: s
         f"lent to {address} until Ctrl+C",
         soft_wrap=True,
     )
-    await agent.run()
+    async with renewing(transport, enrolment.coordinator, enrolment.credentials, directory):
+        await agent.run()
 
 
 def _known(directory: Path, address: str) -> Enrolment:

@@ -10,6 +10,14 @@ import threading
 from collections.abc import Coroutine, Iterator
 from typing import Any
 
+try:
+    import resource
+except ImportError:
+    # Windows has no such limit.
+    resource = None  # type: ignore[assignment]
+
+MOST_FILES = 65_536
+
 
 @contextlib.contextmanager
 def stop_on_sigterm() -> Iterator[None]:
@@ -23,7 +31,20 @@ def stop_on_sigterm() -> Iterator[None]:
 
 def run_until_stopped(work: Coroutine[Any, Any, None], *, exit_with_parent: bool) -> None:
     """Run `work`; a request to stop cancels it and returns normally once it has cleaned up. What it raises is raised."""
+    allow_many_files()
     asyncio.run(_supervise(work, exit_with_parent=exit_with_parent))
+
+
+def allow_many_files() -> None:
+    """Let this process have up to MOST_FILES files open, if the system allows it: connections of strangers take some for a while."""
+    if resource is None:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        # Some systems name a hard limit that they do not grant.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _supervise(work: Coroutine[Any, Any, None], *, exit_with_parent: bool) -> None:

@@ -1,4 +1,4 @@
-"""`roost`: coordinator, token, join, pause, resume, train, plan, check, status, demo."""
+"""`roost`: coordinator, token, revoke, peers, join, pause, resume, train, plan, check, status, demo."""
 
 from __future__ import annotations
 
@@ -69,12 +69,35 @@ def coordinator(
 def token(
     role: Annotated[str, typer.Option(help="node or requester.")] = "node",
     ttl: Annotated[float, typer.Option(help="Seconds it is valid.")] = 86_400.0,
+    replace: Annotated[str, typer.Option(help="For this name alone, which may have a new key then; its old key is revoked.")] = "",
     state_dir: Annotated[Path, typer.Option(help="The coordinator's state directory.")] = COORDINATOR_DIR,
 ) -> None:
     """Print a fresh one-time token (on the coordinator's machine)."""
     from roost.cli import coordinator as command
 
-    command.print_token(state_dir, role=role, ttl_s=ttl)
+    command.print_token(state_dir, role=role, ttl_s=ttl, replaces=replace or None)
+
+
+@app.command()
+def revoke(
+    name: Annotated[str, typer.Argument(help="A peer that has joined; 'roost peers' lists them.")],
+    state_dir: Annotated[Path, typer.Option(help="The coordinator's state directory.")] = COORDINATOR_DIR,
+) -> None:
+    """Shut a peer out for good (on the coordinator's machine; a running coordinator knows at once)."""
+    from roost.cli import peers as command
+
+    command.revoke(state_dir, name)
+
+
+@app.command()
+def peers(
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON line.")] = False,
+    state_dir: Annotated[Path, typer.Option(help="The coordinator's state directory.")] = COORDINATOR_DIR,
+) -> None:
+    """List the peers that have joined, and until when their certificates last (on the coordinator's machine)."""
+    from roost.cli import peers as command
+
+    command.show(state_dir, json_output=json_output)
 
 
 @app.command()

@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import socket
 import ssl
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from cryptography import x509
 
 from roost.config import IDENTIFIER
 from roost.coordinator.store import Store
-from roost.errors import ForbiddenError, InvalidConfigError, PeerUnreachableError, RoostError
+from roost.errors import ForbiddenError, InvalidConfigError, RoostError
 from roost.transport.authority import Authority, EnrolmentIdentity, csr_key_hash
-from roost.transport.credentials import fingerprint
+from roost.transport.credentials import expires_at, fingerprint
 from roost.transport.dispatch import failed_from
 from roost.transport.enrolment_wire import EnrolmentAnswer, EnrolmentGrant, EnrolmentRequest, JoinToken, read_record, to_bytes, write_record
+from roost.transport.guard import LOG_BURST, LOGGED_PER_S, RateLimit
 from roost.types import Peer, Role
 
 logger = logging.getLogger(__name__)
@@ -28,14 +31,24 @@ EXCHANGE_S = 10.0
 """Deadline for one joiner, handshake apart."""
 HANDSHAKE_S = 10.0
 MAX_CONNECTIONS = 256
-"""Joiners served at a time; more are turned away."""
+"""Joiners served at a time, those in the middle of their TLS handshake included; more are turned away."""
+MAX_FROM_ONE_HOST = 64
+"""Of those, the most from one address."""
+BACKLOG = 128
+FULL_S = 0.5
+"""How long it waits before it accepts again when the process has no file left to open."""
 LINGER_S = 1.0
 """How long a closing connection waits for the joiner to close, too."""
 
 
-def issue_join_token(store: Store, identity: EnrolmentIdentity, role: Role, *, now: float, ttl_s: float) -> str:
-    """Return the text of a new token for one peer to join as `role`. Raises ForbiddenError for the coordinator's own role."""
-    secret = store.issue_token(role, now, ttl_s)
+def issue_join_token(
+    store: Store, identity: EnrolmentIdentity, role: Role, *, now: float, ttl_s: float, replaces: str | None = None
+) -> str:
+    """Return the text of a new token for one peer to join as `role`. Raises ForbiddenError for the coordinator's own role.
+
+    With `replaces` it is for that name alone, which may have a new key then.
+    """
+    secret = store.issue_token(role, now, ttl_s, replaces=replaces)
     return JoinToken(secret=secret, fingerprint=fingerprint(identity.certificate_pem)).text
 
 
@@ -63,8 +76,10 @@ class EnrolmentServer:
         self._host = host
         self._port = port
         self._exchange_s = exchange_s
-        self._server: asyncio.Server | None = None
-        self._joiners: set[asyncio.Task[Any]] = set()
+        self._logged = RateLimit(LOGGED_PER_S, LOG_BURST)
+        self._accepting: list[asyncio.Task[None]] = []
+        self._joiners: dict[asyncio.Task[None], str] = {}
+        """With the address that each comes from."""
 
     @property
     def port(self) -> int:
@@ -73,30 +88,54 @@ class EnrolmentServer:
 
     async def start(self) -> None:
         """Begin to listen. Raises InvalidConfigError if the port cannot be had."""
+        context = _tls(self._identity)
         try:
-            self._server = await asyncio.start_server(
-                self._serve, self._host, self._port, ssl=_tls(self._identity), ssl_handshake_timeout=HANDSHAKE_S
-            )
+            listening = _listen(self._host, self._port)
         except OSError as error:
             raise InvalidConfigError(f"the coordinator cannot listen on {self._host} port {self._port}: {error.strerror}") from error
-        self._port = self._server.sockets[0].getsockname()[1]
+        self._port = listening[0].getsockname()[1]
+        self._accepting = [asyncio.create_task(self._accept(one, context), name="accept-joiners") for one in listening]
         logger.info("enrolment_listening host=%s port=%d", self._host, self._port)
 
     async def stop(self) -> None:
         """Stop listening and end what is under way; may be called twice."""
-        if self._server is None:
-            return
-        self._server.close()
-        for task in self._joiners:
+        ending = [*self._accepting, *self._joiners]
+        for task in ending:
             task.cancel()
-        await asyncio.gather(*self._joiners, return_exceptions=True)
-        await self._server.wait_closed()
-        self._server = None
+        await asyncio.gather(*ending, return_exceptions=True)
+        self._accepting = []
+
+    async def _accept(self, listening: socket.socket, context: ssl.SSLContext) -> None:
+        """Take connections. One over the limits is closed before any work is done for it."""
+        loop = asyncio.get_running_loop()
+        with listening:
+            while True:
+                try:
+                    connection, source = await loop.sock_accept(listening)
+                except OSError as error:
+                    logger.warning("enrolment_not_accepted error=%s", error.strerror)
+                    await asyncio.sleep(FULL_S)
+                    continue
+                host = str(source[0])
+                if len(self._joiners) >= MAX_CONNECTIONS or list(self._joiners.values()).count(host) >= MAX_FROM_ONE_HOST:
+                    connection.close()
+                    continue
+                task = loop.create_task(self._welcome(connection, context))
+                self._joiners[task] = host
+                task.add_done_callback(self._joiners.pop)
+
+    async def _welcome(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        try:
+            transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=context, ssl_handshake_timeout=HANDSHAKE_S)
+        except OSError as error:
+            logger.info("enrolment_handshake_failed error=%r", str(error))
+            return
+        await self._serve(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._joiners.add(task)
         source = writer.get_extra_info("peername")
         try:
             async with asyncio.timeout(self._exchange_s):
@@ -104,24 +143,26 @@ class EnrolmentServer:
                 write_record(writer, answer)
                 await writer.drain()
         except TimeoutError:
-            logger.warning("enrolment_late source=%s", source)
+            self._log("enrolment_late source=%s", source)
         except (OSError, asyncio.IncompleteReadError) as error:
-            logger.warning("enrolment_broken source=%s error=%r", source, str(error))
+            self._log("enrolment_broken source=%s error=%r", source, str(error))
         finally:
-            self._joiners.discard(task)
             writer.close()
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(LINGER_S):
                     await writer.wait_closed()
 
+    def _log(self, event: str, *values: object) -> None:
+        """Log what went wrong with a joiner; anybody can cause that, so only so often."""
+        if self._logged.has_one(time.monotonic()):
+            logger.warning(event, *values)
+
     async def _answer(self, reader: asyncio.StreamReader, source: object) -> EnrolmentAnswer:
         try:
-            if len(self._joiners) > MAX_CONNECTIONS:
-                raise PeerUnreachableError("too many peers join at the same time", hint="Try again in some seconds.")
             request = await read_record(reader, EnrolmentRequest)
             grant = self._admit(request)
         except RoostError as error:
-            logger.warning("enrolment_refused source=%s error=%s what=%r", source, error.code, error.message)
+            self._log("enrolment_refused source=%s error=%s what=%r", source, error.code, error.message)
             return EnrolmentAnswer(grant=None, failure=failed_from(error))
         logger.info("enrolled node=%s role=%s source=%s", grant.peer_id, grant.role, source)
         return EnrolmentAnswer(grant=grant, failure=None)
@@ -137,6 +178,7 @@ class EnrolmentServer:
         serial = x509.random_serial_number()
         role = self._store.redeem_token(request.secret, peer_id=request.name, key_hash=key_hash, serial=serial, now=self._clock())
         certificate_pem = self._authority.issue(csr_pem, peer_id=request.name, role=role, serial=serial)
+        self._store.set_certificate(request.name, serial, expires_at(certificate_pem))
         return EnrolmentGrant(
             peer_id=request.name,
             role=role,
@@ -144,6 +186,27 @@ class EnrolmentServer:
             authority_pem=self._authority.certificate_pem.decode(),
             coordinator=self._coordinator,
         )
+
+
+def _listen(host: str, port: int) -> list[socket.socket]:
+    """Return a listening socket for every address that `host` stands for. Raises OSError."""
+    listening: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE):
+            one = socket.socket(family, kind, protocol)
+            listening.append(one)
+            if os.name == "posix":
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            one.setblocking(False)
+            one.bind(address)
+            one.listen(BACKLOG)
+    except OSError:
+        for one in listening:
+            one.close()
+        raise
+    return listening
 
 
 def _tls(identity: EnrolmentIdentity) -> ssl.SSLContext:

@@ -6,54 +6,74 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from roost import messages as m
 from roost.config import CoordinatorConfig, JobConfig
+from roost.coordinator.link_probes import measure_links
+from roost.coordinator.node_calls import NodeCalls, first_error, together
+from roost.coordinator.plan_keeper import PlanKeeper
+from roost.coordinator.progress import JobProgress
+from roost.coordinator.repairer import Repairer
 from roost.errors import (
     DeadlineError,
-    EmptyPoolError,
     ForbiddenError,
+    JobRefusedError,
     MalformedMessageError,
     NodeLostError,
     PeerUnreachableError,
+    PlanningError,
+    ProtocolError,
     RequesterLostError,
     RoostError,
     StageFailedError,
+    TransportError,
     error_from_code,
 )
 from roost.messages import JobState
 from roost.planning.planner import make_plan
 from roost.planning.staleness import chosen_correction
+from roost.planning.takeover import Transition
 from roost.protocol import job_lifecycle as lifecycle
-from roost.protocol.data_leases import LeaseBook
+from roost.protocol.data_leases import LeaseBook, LeasePhase
 from roost.transport.interface import Transport
-from roost.types import EpochResult, LinkProfile, NodeProfile, Peer, Plan, StageMetrics, StagePlan
+from roost.types import ClusterPlan, EpochResult, NodeProfile, Plan, StageMetrics, StagePlan
 
 logger = logging.getLogger(__name__)
 
-PROBE_BYTES = 8 << 20
-"""The most that is sent at once to measure a link; a node sends less over a slow one."""
 END_DEADLINE_S = 5.0
 MAX_LEASES = 64
 """Leases one request may get."""
 UPDATE_S = 0.5
 """Seconds between progress reports to the requester."""
+MOST_SETBACKS = 3
+"""Steps in a row that may fail at a synchronisation point, or stages that may fail, before the job does."""
 
 
-@dataclass(kw_only=True)
-class EvaluationSums:
-    """What the clusters have evaluated since the phase was opened."""
-
-    samples: int = 0
-    loss: float = 0.0
-    metric: float = 0.0
+SETTLE_S = 1.0
+"""Nodes that join one after the other are looked at together."""
+LEASING = frozenset({JobState.TRAINING, JobState.EVALUATING, JobState.REPAIRING})
+MENDABLE = frozenset(
+    {
+        JobState.PREPARING,
+        JobState.TRAINING,
+        JobState.AVERAGING,
+        JobState.EVALUATING,
+        JobState.SAVING,
+        JobState.REPAIRING,
+    }
+)
+"""States in which the plan can be changed."""
+MENDED = (StageFailedError, TransportError, ProtocolError)
+"""Why a stage may fail that can be mended by building its cluster anew; everything else would fail again."""
+RETRIED = (StageFailedError, JobRefusedError, DeadlineError, RequesterLostError)
+"""What may go away when a step is tried again."""
 
 
 class JobRunner:
-    """One job: its lifecycle, leases, metrics and history."""
+    """One job: its lifecycle, leases, progress, and the plan that a PlanKeeper keeps."""
 
     def __init__(
         self,
@@ -64,8 +84,10 @@ class JobRunner:
         transport: Transport,
         on_change: Callable[[JobRunner], None],
         on_lost: Callable[[str, str], None],
+        pool: Callable[[], Sequence[NodeProfile]] = tuple,
     ) -> None:
-        """`on_change` is told of every move; `on_lost` of a node that could not be reached, and why."""
+        """`on_change` is told of every move; `on_lost` of a node that could not be reached, and why; `pool` returns the nodes that the
+        job may use now, those it has among them."""
         self.config: JobConfig = request.config
         self.requester = request.requester
         self.nodes = tuple(nodes)
@@ -74,22 +96,31 @@ class JobRunner:
         self._transport = transport
         self._on_change = on_change
         self._on_lost = on_lost
+        self._pool = pool
         self.lifecycle = lifecycle.JobLifecycle(self.job_id, evaluates=self.config.validation_samples > 0)
-        self.plan: Plan | None = None
         self.planned: asyncio.Future[Plan] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
         self.error: RoostError | None = None
-        self.history: list[EpochResult] = []
-        self.metrics: dict[str, StageMetrics] = {}
+        self.progress = JobProgress()
+        self.repairs = 0
+        self._calls = NodeCalls(transport, nodes)
+        self.keeper = PlanKeeper(
+            profile=request.profile, config=self.config, calls=self._calls, settings=config, prepare=self._prepare_message
+        )
+        self._repairer: Repairer | None = None
         self._paused: frozenset[str] = frozenset()
+        self._leaving: set[str] = set()
         self._leases: LeaseBook | None = None
-        self._evaluation = EvaluationSums()
-        self._to_evaluate: dict[int, tuple[int, int]] = {}
+        self._grants: dict[int, tuple[int, m.LeaseGrant]] = {}  # per cluster, the number of its last request and what it was given
+        self._released: set[int] = set()  # broken clusters whose leases were given to others
+        self._moved = asyncio.Event()
         self._order = 0
+        self._attempt = 0
+        self._setbacks = 0
         self._started_at: float | None = None
         self._stopped_at: float | None = None
-        self._loss_before = (0.0, 0)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._steps: set[asyncio.Task[None]] = set()  # those of them that end when the plan breaks
         self._changed = asyncio.Event()
 
     # ------------------------------------------------------------ what others ask
@@ -103,13 +134,27 @@ class JobRunner:
         return self.lifecycle.state
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan that is carried out, None before there is one."""
+        return self.keeper.plan
+
+    @property
+    def history(self) -> list[EpochResult]:
+        return self.progress.history
+
+    @property
     def epochs_done(self) -> float:
         return self._leases.epochs_done if self._leases is not None else float(self.config.start_epoch)
 
     def stage_of(self, node_id: str) -> StagePlan | None:
         """Return the stage a node runs, None if it runs none."""
-        stages = self.plan.stages if self.plan is not None else ()
-        return next((stage for stage in stages if stage.node_id == node_id), None)
+        return self.keeper.stage_of(node_id)
+
+    def keeps(self, node_id: str, message: m.RegisterNode) -> bool:
+        """Return True if the stage that a node says it holds is its own."""
+        if message.job_id != self.job_id or self.lifecycle.ended:
+            return False
+        return message.cluster >= 0 and self.keeper.number_of(node_id) == message.cluster
 
     def elapsed_s(self) -> float:
         """Return the seconds since training started, 0 before."""
@@ -152,53 +197,116 @@ class JobRunner:
 
     def lease(self, node_id: str, request: m.LeaseRequest) -> m.LeaseGrant:
         """Return leases for the cluster whose first stage asks. Raises ForbiddenError for any other node."""
-        self._check_first_stage(node_id, request.cluster)
-        if self._leases is None or self.state not in (JobState.TRAINING, JobState.EVALUATING):
+        number = request.cluster
+        self._check_first_stage(node_id, number)
+        known, grant = self._grants.get(number, (0, None))
+        if grant is not None and request.number == known > 0:
+            return grant
+        closed = number in self.keeper.broken or (self._repairer is not None and number in self._repairer.draining)
+        if self._leases is None or closed or self.state not in LEASING:
             return m.LeaseGrant(leases=(), drained=True)
-        leases, drained = self._leases.request(request.cluster, max(1, min(request.want, MAX_LEASES)))
-        self._to_evaluate.update({lease.lease_id: (request.cluster, lease.samples) for lease in leases if not lease.training})
-        return m.LeaseGrant(leases=leases, drained=drained)
+        leases, drained = self._leases.request(number, max(1, min(request.want, MAX_LEASES)))
+        for lease in leases:
+            if not lease.training:
+                self.progress.lease_given(number, lease)
+        grant = m.LeaseGrant(leases=leases, drained=drained)
+        self._grants[number] = (request.number, grant)
+        return grant
 
     def leases_done(self, node_id: str, message: m.LeaseDone) -> None:
         """Take word that every stage of a cluster has applied these leases."""
         self._check_first_stage(node_id, message.cluster)
+        if message.cluster in self.keeper.broken:
+            raise ForbiddenError(f"the leases of cluster {message.cluster} were given to others")
         self._book.done(message.cluster, message.lease_ids)
+        if self._repairer is not None:
+            self._repairer.drained.set()
         self._check_drained()
 
     def evaluated(self, node_id: str, message: m.EvaluationDone) -> None:
         """Take the sums over some validation samples."""
-        stage = self.stage_of(node_id)
-        if stage is None or stage.cluster != message.cluster or self.state is not JobState.EVALUATING:
+        number = self.keeper.number_of(node_id)
+        if number < 0 or number != message.cluster or self.state is not JobState.EVALUATING:
             raise ForbiddenError(f"node {node_id} reports an evaluation that it was not asked for")
-        result = message.result
-        owner, left = self._to_evaluate.get(result.lease_id, (-1, 0))
-        if owner != message.cluster or result.samples > left:
-            raise ForbiddenError(
-                f"node {node_id} reports more evaluation samples than cluster {message.cluster} has in lease {result.lease_id}"
-            )
-        self._evaluation.samples += result.samples
-        self._evaluation.loss += result.loss_sum
-        self._evaluation.metric += result.metric_sum
-        self._to_evaluate[result.lease_id] = (owner, left - result.samples)
-        if left == result.samples:
-            self._book.done(message.cluster, (result.lease_id,))
+        if self.progress.evaluated(number, message.number, message.result):
+            self._book.done(number, (message.result.lease_id,))
         if self._book.all_done:
             self.event(lifecycle.EvaluationFinished())
 
     def stage_failed(self, node_id: str, message: m.StageFailed) -> None:
-        """A node gave up its stage: the job ends with its error. A node that misses a peer says so; the peer is what was lost."""
-        if self.stage_of(node_id) is None:
+        """A node gave up its stage, which it still holds. Raises ForbiddenError if it has none."""
+        number = self.keeper.number_of(node_id)
+        if number < 0:
             raise ForbiddenError(f"node {node_id} runs no stage of job {self.job_id}")
         error = error_from_code(message.code, message.message, message.hint)
-        if isinstance(error, PeerUnreachableError | DeadlineError):
-            away = RequesterLostError if error.message.startswith(f"{self.requester.peer_id} at ") else NodeLostError
-            error = away(f"node {node_id} cannot go on without its peer: {error.message}")
-        self.fail(error)
+        logger.warning("stage_failed job=%s node=%s code=%s error=%s", self.job_id, node_id, error.code, error.message)
+        if number != message.cluster or self.lifecycle.ended:
+            return
+        if message.peer:
+            self.keeper.quarrel(node_id, message.peer)
+        elif not isinstance(error, MENDED) or self._set_back():
+            self.fail(error)
+            return
+        self._break(number)
+
+    def node_lost(self, node_id: str, what: str) -> None:
+        """A node is not there any more, or has lost its stage: the job goes on without it."""
+        stage, concerned = self.stage_of(node_id), self.keeper.concerns(node_id)
+        if self.lifecycle.ended or self.plan is None or not concerned:
+            return
+        where = f"stage {stage.index} of cluster {stage.cluster}" if stage is not None else "a stage that it was building"
+        logger.warning("stage_lost job=%s node=%s stage=%s reason=%s", self.job_id, node_id, where, what)
+        number = self.keeper.lose(node_id)
+        if number >= 0:
+            self._break(number, newly=True)
+        elif self.state in MENDABLE:
+            self.event(lifecycle.PlanBroken())
+        self.pool_changed()
+
+    def _break(self, number: int, *, newly: bool = False) -> None:
+        known = number in self.keeper.broken and number in self._released
+        self.keeper.broken.add(number)
+        if self._leases is not None and not known:
+            self._leases.release(number, "the cluster lost a node")
+            self._released.add(number)
+        if self.state in MENDABLE and (newly or not known or self.state is not JobState.REPAIRING):
+            self.event(lifecycle.PlanBroken())
+
+    def _set_back(self) -> bool:
+        """Count a failure that may go away when it is tried again; True if there have been too many in a row."""
+        self._setbacks += 1
+        return self._setbacks > MOST_SETBACKS
+
+    def pool_changed(self) -> None:
+        """Nodes have come or gone: look whether another plan is better."""
+        if self._repairer is not None:
+            self._repairer.pool_changed()
+        if self.state is JobState.TRAINING:
+            self._spawn(self._consider(), "consider", step=True)
+
+    async def leave(self, node_id: str) -> None:
+        """Return once a node has no stage any more. Raises JobRefusedError if the job cannot go on without it."""
+        if self.stage_of(node_id) is None:
+            return
+        others = [node for node in self._pool() if node.node_id not in {*self._leaving, node_id}]
+        try:
+            await asyncio.to_thread(self.keeper.next_plan, others, random.Random(self.config.seed))
+        except PlanningError as error:
+            raise JobRefusedError(
+                f"job {self.job_id} cannot go on without node {node_id}: {error.message}",
+                hint="Wait for its end, let another node join, or stop the node all the same: the job then waits for nodes.",
+            ) from error
+        self._leaving.add(node_id)
+        if self.state in MENDABLE:
+            self.event(lifecycle.PlanBroken())
+        while self.stage_of(node_id) is not None and not self.lifecycle.ended:
+            self._moved.clear()
+            await self._moved.wait()
 
     def heartbeat(self, metrics: StageMetrics) -> None:
         """Take the newest counters of a stage."""
-        if self.stage_of(metrics.node_id) is not None:
-            self.metrics[metrics.node_id] = metrics
+        if self.keeper.number_of(metrics.node_id) == metrics.number:
+            self.progress.metrics[metrics.node_id] = metrics
 
     def set_paused(self, nodes: frozenset[str]) -> None:
         """Take which nodes their owners have paused; the job waits for those that have a stage, however long that takes."""
@@ -206,10 +314,10 @@ class JobRunner:
         if self._paused != before:
             self._changed.set()
 
-    def _check_first_stage(self, node_id: str, cluster: int) -> None:
+    def _check_first_stage(self, node_id: str, number: int) -> None:
         stage = self.stage_of(node_id)
-        if stage is None or stage.index != 0 or stage.cluster != cluster:
-            raise ForbiddenError(f"node {node_id} does not run the first stage of cluster {cluster}")
+        if stage is None or stage.index != 0 or self.keeper.number_of(node_id) != number:
+            raise ForbiddenError(f"node {node_id} does not run the first stage of cluster {number}")
 
     def _check_drained(self) -> None:
         if self.state is JobState.TRAINING and self._book.all_done:
@@ -227,29 +335,42 @@ class JobRunner:
             case lifecycle.JobInstruction.MEASURE_LINKS:
                 self._spawn(self._measure_and_plan(), "plan")
             case lifecycle.JobInstruction.PREPARE_STAGES:
-                self._spawn(self._prepare_stages(), "prepare")
+                self._spawn(self._prepare_stages(), "prepare", step=True)
             case lifecycle.JobInstruction.OPEN_TRAINING:
                 self._open_training()
             case lifecycle.JobInstruction.STOP_LEASING:
                 self._book.stop()
                 self._check_drained()
             case lifecycle.JobInstruction.AVERAGE:
-                self._spawn(self._average(), "average")
+                self._spawn(self._average(), "average", step=True)
             case lifecycle.JobInstruction.OPEN_EVALUATION:
                 self._open_evaluation()
             case lifecycle.JobInstruction.SAVE_CHECKPOINT:
-                self._spawn(self._save(), "save")
+                self._spawn(self._save(), "save", step=True)
+            case lifecycle.JobInstruction.REPAIR:
+                for task in self._steps:
+                    task.cancel()
+                self._spawn(self._repair(), "repair", step=True)
+            case lifecycle.JobInstruction.GO_ON:
+                self._go_on()
             case lifecycle.JobInstruction.END_STAGES:
                 self._stopped_at = time.monotonic()
                 self._spawn(self._end_stages(), "end")
 
     async def _measure_and_plan(self) -> None:
-        links = await self._measure_links()
+        nodes, links = await measure_links(
+            self.nodes,
+            self._calls,
+            deadline_s=self._settings.sync_s,
+            least_nodes=self._request.wait_nodes,
+            on_lost=self._on_lost,
+        )
+        self.nodes, self.keeper.links = nodes, links
         generator = random.Random(self.config.seed)
-        plan = await asyncio.to_thread(make_plan, self._request.profile, self.nodes, links, self.config, generator)
+        plan = await asyncio.to_thread(make_plan, self._request.profile, nodes, links, self.config, generator)
         if self.lifecycle.ended:
             return
-        self.plan = plan
+        self.keeper.begin(plan)
         self.config = replace(self.config, correction=chosen_correction(self.config, plan))
         logger.info("correction_chosen job=%s correction=%s", self.job_id, self.config.correction)
         self._leases = LeaseBook(
@@ -262,55 +383,41 @@ class JobRunner:
             sync_interval=self.config.sync_interval,
             evaluate=self.config.validation_samples > 0,
         )
+        self._repairer = self._make_repairer(self._leases)
         self.planned.set_result(plan)
         self.event(lifecycle.LinksMeasured())
 
-    async def _measure_links(self) -> list[LinkProfile]:
-        """Return every link that could be measured. Nodes that have gone without a word are left out of the job.
+    def _make_repairer(self, book: LeaseBook) -> Repairer:
+        return Repairer(
+            job_id=self.job_id,
+            seed=self.config.seed,
+            keeper=self.keeper,
+            book=book,
+            calls=self._calls,
+            transport=self._transport,
+            requester=self.requester,
+            settings=self._settings,
+            pool=self._pool,
+            on_lost=self._lost_in_repair,
+        )
 
-        Raises EmptyPoolError if fewer are left than the requester waited for.
-        """
-        links: list[LinkProfile] = []
-        # One node at a time: probes that run together would measure each other.
-        for node in self.nodes:
-            others = tuple(_peer(other) for other in self.nodes if other.node_id != node.node_id)
-            try:
-                links.extend(await self._probe(node, others))
-            except NodeLostError as error:
-                self._on_lost(node.node_id, error.message)
-                self.nodes = tuple(other for other in self.nodes if other.node_id != node.node_id)
-                if len(self.nodes) < max(1, self._request.wait_nodes):
-                    raise EmptyPoolError(
-                        f"{len(self.nodes)} of {self._request.wait_nodes} nodes are left: {error.message}",
-                        hint="Start that node again, or ask for fewer nodes.",
-                    ) from error
-        return links
-
-    async def _probe(self, node: NodeProfile, others: tuple[Peer, ...]) -> tuple[LinkProfile, ...]:
-        request = m.ProbeLinks(targets=others, payload_bytes=PROBE_BYTES)
-        reply = await self._call(node.node_id, request, self._settings.sync_s)
-        if not isinstance(reply, m.LinkReport):
-            raise MalformedMessageError(f"node {node.node_id} answered a link probe with {type(reply).__name__}")
-        return reply.links
+    def _prepare_message(self, cluster: ClusterPlan, stage: StagePlan, way: Transition) -> m.PrepareStage:
+        returned = self._repairer.returned if self._repairer is not None else None
+        checkpoint = returned.checkpoint if returned is not None else ""
+        return m.PrepareStage(
+            config=replace(self.config, start_updates=self._schedule_steps()),
+            plan=way.plan,
+            cluster=cluster.index,
+            stage=stage.index,
+            peers=(),
+            requester=self.requester,
+            resume=self._request.resume and not checkpoint,
+            order=self._order,
+            checkpoint=checkpoint,
+        )
 
     async def _prepare_stages(self) -> None:
-        plan = self._planned()
-        used = {stage.node_id for stage in plan.stages}
-        peers = tuple(_peer(node) for node in self.nodes if node.node_id in used)
-
-        async def prepare(stage: StagePlan) -> None:
-            message = m.PrepareStage(
-                config=self.config,
-                plan=plan,
-                cluster=stage.cluster,
-                stage=stage.index,
-                peers=peers,
-                requester=self.requester,
-                resume=self._request.resume,
-            )
-            await self._call(stage.node_id, message, self._settings.prepare_s)
-
-        await _together(prepare(stage) for stage in plan.stages)
+        await self.keeper.build()
         if not self.lifecycle.ended:
             self.event(lifecycle.StagesReady())
 
@@ -318,28 +425,26 @@ class JobRunner:
         if self._started_at is None:
             self._started_at = time.monotonic()
         self._book.open_training()
-        self._spawn(self._continue(), "continue")
+        self._spawn(self._continue(), "continue", step=True)
 
     def _open_evaluation(self) -> None:
-        self._evaluation = EvaluationSums()
-        self._to_evaluate.clear()
+        self.progress.open_evaluation()
         self._book.open_evaluation()
-        self._spawn(self._continue(), "continue")
+        self._spawn(self._continue(), "continue", step=True)
 
     async def _continue(self) -> None:
-        firsts = [cluster.stages[0] for cluster in self._planned().clusters]
-        await _together(self._call(stage.node_id, m.ContinueJob(job_id=self.job_id), END_DEADLINE_S) for stage in firsts)
+        await self.keeper.let_go_on(self._planned().stages)
 
     async def _average(self) -> None:
         self._order += 1
         message = m.AverageNow(job_id=self.job_id, order=self._order)
 
         async def average(stage: StagePlan) -> None:
-            reply = await self._call(stage.node_id, message, self._settings.sync_s)
+            reply = await self._calls.call(stage.node_id, message, self._settings.sync_s)
             if isinstance(reply, m.StageReport):
                 self.heartbeat(reply.metrics)
 
-        await _together(average(stage) for stage in self._planned().stages)
+        await together(average(stage) for stage in self._planned().stages)
         if not self.lifecycle.ended:
             self.event(lifecycle.ClustersAveraged())
 
@@ -347,49 +452,78 @@ class JobRunner:
         plan = self._planned()
         epoch = int(self.epochs_done)
         name = f"epoch-{epoch:04d}" if not self.lifecycle.cancelled else f"stopped-{epoch:04d}"
+        self._attempt += 1
+        attempt = self._attempt
         # The cluster that has seen the most data has the best optimizer state; parameters are the same everywhere.
         cluster = max(plan.clusters, key=lambda candidate: candidate.share)
 
         async def save(stage: StagePlan) -> None:
             segments = tuple(segment.index for segment in plan.segments if stage.node_id in segment.members)
-            message = m.SaveStage(job_id=self.job_id, checkpoint=name, segments=segments)
-            await self._call(stage.node_id, message, self._settings.sync_s)
+            message = m.SaveStage(job_id=self.job_id, checkpoint=name, segments=segments, attempt=attempt)
+            await self._calls.call(stage.node_id, message, self._settings.sync_s)
 
-        await _together(save(stage) for stage in cluster.stages)
-        finish = m.FinishCheckpoint(job_id=self.job_id, checkpoint=name, epoch=epoch, updates=self._schedule_steps(), plan=plan)
+        await together(save(stage) for stage in cluster.stages)
+        steps = self._schedule_steps()
+        finish = m.FinishCheckpoint(job_id=self.job_id, checkpoint=name, epoch=epoch, updates=steps, plan=plan, attempt=attempt)
         try:
             reply = (await self._transport.call(self.requester, finish, deadline_s=self._settings.sync_s)).message
         except (PeerUnreachableError, DeadlineError) as error:
             raise RequesterLostError(f"requester {self.requester.peer_id} did not finish checkpoint {name}: {error.message}") from error
         if not isinstance(reply, m.CheckpointWritten):
             raise MalformedMessageError(f"the requester answered a finished checkpoint with {type(reply).__name__}")
-        self._record(reply.path)
+        self._book.kept()
+        self._setbacks = 0
+        if self._repairer is not None:
+            self._repairer.checkpoint = name
+        self.progress.record(epoch=epoch, samples=self._book.samples_done, seconds=self.elapsed_s(), checkpoint=reply.path)
         if not self.lifecycle.ended:
             self.event(lifecycle.CheckpointSaved(finished=self._book.at_end))
 
     def _schedule_steps(self) -> int:
-        firsts = {cluster.stages[0].node_id for cluster in self._planned().clusters}
-        return self.config.start_updates + sum(metrics.updates for node, metrics in self.metrics.items() if node in firsts)
+        done = self._leases.batches_done if self._leases is not None else 0
+        return self.config.start_updates + done
 
-    def _record(self, checkpoint: str) -> None:
-        evaluated = self._evaluation.samples > 0
-        loss_sum = sum(metrics.loss_sum for metrics in self.metrics.values())
-        loss_samples = sum(metrics.loss_samples for metrics in self.metrics.values())
-        before_sum, before_samples = self._loss_before
-        new_samples = loss_samples - before_samples
-        self._loss_before = (loss_sum, loss_samples)
-        self.history.append(
-            EpochResult(
-                epoch=int(self.epochs_done),
-                train_loss=(loss_sum - before_sum) / new_samples if new_samples else 0.0,
-                validation_loss=self._evaluation.loss / self._evaluation.samples if evaluated else None,
-                metric=self._evaluation.metric / self._evaluation.samples if evaluated else None,
-                samples=self._book.samples_done,
-                seconds=self.elapsed_s(),
-                checkpoint=checkpoint or None,
-            )
-        )
-        self._evaluation = EvaluationSums()
+    # ------------------------------------------------------------ another plan
+
+    async def _repair(self) -> None:
+        assert self._repairer is not None, "nothing is repaired before it is planned"
+        await self._repairer.repair(self._order, leaving=self._leaving)
+        if self.lifecycle.ended:
+            return
+        self.repairs += 1
+        self._released.clear()
+        self._leaving = {node_id for node_id in self._leaving if self.stage_of(node_id) is not None}
+        self._moved.set()
+        numbers = set(self.keeper.numbers)
+        self.progress.keep_only(lambda metrics: metrics.number in numbers)
+        self.event(lifecycle.PlanRepaired())
+
+    def _go_on(self) -> None:
+        self._book.drop_evaluation()
+        if self._book.phase is LeasePhase.CLOSED:
+            self._open_training()
+            return
+        self._spawn(self._continue(), "continue", step=True)
+        self._check_drained()
+
+    def _lost_in_repair(self, node_id: str, what: str) -> None:
+        self._on_lost(node_id, what)
+        # It may be there, and registered, but have lost its stage.
+        self.node_lost(node_id, what)
+
+    async def _consider(self) -> None:
+        """Change the plan if nodes that wait make another one worth it."""
+        await asyncio.sleep(SETTLE_S)
+        try:
+            pool = [node for node in self._pool() if node.node_id not in self._leaving]
+            following = await asyncio.to_thread(self.keeper.next_plan, pool, random.Random(self.config.seed))
+        except PlanningError as error:
+            logger.info("plan_stays job=%s reason=%s", self.job_id, error.message)
+            return
+        if following is not self.plan and self.state is JobState.TRAINING:
+            self.event(lifecycle.PlanBroken())
+
+    # ------------------------------------------------------------ the end
 
     async def _end_stages(self) -> None:
         reason = self.error.message if self.error is not None else "the job is over"
@@ -397,7 +531,7 @@ class JobRunner:
 
         async def end(stage: StagePlan) -> None:
             try:
-                reply = await self._call(stage.node_id, message, END_DEADLINE_S)
+                reply = await self._calls.call(stage.node_id, message, END_DEADLINE_S)
             except RoostError as error:
                 # The node may be what failed; it drops the stage by itself once it hears from the coordinator again.
                 logger.warning("stage_not_ended job=%s node=%s error=%s", self.job_id, stage.node_id, error.message)
@@ -407,10 +541,13 @@ class JobRunner:
             if isinstance(reply, m.StageReport):
                 self.heartbeat(reply.metrics)
 
-        stages = self.plan.stages if self.plan is not None else ()
+        for task in self._steps:
+            task.cancel()
+        stages = [stage for stage in (self.plan.stages if self.plan is not None else ()) if stage.node_id not in self.keeper.gone]
         await asyncio.gather(*(end(stage) for stage in stages))
         await self._send_update()
         self.ended.set()
+        self._moved.set()
         self._changed.set()
         self._on_change(self)
 
@@ -440,10 +577,11 @@ class JobRunner:
             state=self.state,
             epochs_done=self.epochs_done,
             elapsed_s=self.elapsed_s(),
-            metrics=tuple(self.metrics.values()),
+            metrics=self.progress.every,
             history=tuple(self.history),
             cancelled=self.lifecycle.cancelled,
             error=failed,
+            repairs=self.repairs,
             paused=tuple(sorted(self._paused)),
         )
         try:
@@ -451,49 +589,46 @@ class JobRunner:
         except RoostError as error:
             logger.warning("update_not_sent job=%s error=%s", self.job_id, error.message)
 
-    # ------------------------------------------------------------ tasks and calls
+    # ------------------------------------------------------------ tasks
 
     def _planned(self) -> Plan:
         assert self.plan is not None, "asked for only after planning"
         return self.plan
 
-    async def _call(self, node_id: str, message: m.Message, deadline_s: float) -> m.Message:
-        """Return a node's reply. Raises NodeLostError if it cannot be reached or is silent, and whatever error it reports."""
-        node = next(node for node in self.nodes if node.node_id == node_id)
-        try:
-            return (await self._transport.call(_peer(node), message, deadline_s=deadline_s)).message
-        except (PeerUnreachableError, DeadlineError) as error:
-            raise NodeLostError(f"node {node_id} is lost: {error.message}") from error
-
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str, *, step: bool = False) -> None:
         task = asyncio.create_task(work, name=f"{name}-{self.job_id}")
         self._tasks.add(task)
+        if step:
+            self._steps.add(task)
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if task.cancelled() or (error := task.exception()) is None:
+        step = task in self._steps
+        self._steps.discard(task)
+        if task.cancelled() or (raised := task.exception()) is None:
             return
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
+        error = first_error(raised)
         if not isinstance(error, RoostError):
             logger.error("job_task_broke job=%s task=%s", self.job_id, task.get_name(), exc_info=error)
             error = StageFailedError(f"the coordinator failed in {task.get_name()}: {type(error).__name__}: {error}")
-        self.fail(error)
+        if step and self.state in MENDABLE and self.state is not JobState.REPAIRING:
+            self._step_failed(error)
+        else:
+            self.fail(error)
+
+    def _step_failed(self, error: RoostError) -> None:
+        """A step of the job's life did not succeed: without the node that is to blame it is tried again."""
+        if isinstance(error, NodeLostError) and error.node:
+            self._lost_in_repair(error.node, error.message)
+        elif self.state is JobState.PREPARING or not isinstance(error, RETRIED) or self._set_back():
+            self.fail(error)
+        else:
+            logger.warning("step_failed job=%s state=%s error=%s", self.job_id, self.state, error.message)
+            self.event(lifecycle.PlanBroken())
 
     async def close(self) -> None:
         """Cancel what is still under way."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-def _peer(node: NodeProfile) -> Peer:
-    return Peer(peer_id=node.node_id, address=node.address)
-
-
-async def _together(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Await all; the first failure cancels the rest and is raised as itself."""
-    async with asyncio.TaskGroup() as group:
-        for work in works:
-            group.create_task(work)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from roost import messages as m
 from roost.config import require
-from roost.coordinator.job_runner import PROBE_BYTES
+from roost.coordinator.link_probes import PROBE_BYTES
 from roost.errors import DeadlineError, MalformedMessageError, NodeLostError, PeerUnreachableError, PlanningError, VersionMismatchError
 from roost.planning.planner import make_plan
 from roost.transport.dispatch import failed_from

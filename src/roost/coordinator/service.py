@@ -19,7 +19,6 @@ from roost.errors import (
     ForbiddenError,
     JobRefusedError,
     MalformedMessageError,
-    NodeLostError,
     RequesterLostError,
     StageFailedError,
     VersionMismatchError,
@@ -31,6 +30,11 @@ from roost.types import NodeProfile
 
 logger = logging.getLogger(__name__)
 
+LEAST_SILENCE_S = 2.0
+LEAST_BEATS = 4
+"""A node that has missed fewer heartbeats, or was silent for less than LEAST_SILENCE_S, is never given up."""
+LEAVE_S = 600.0
+"""How long a node that wants to leave may have to wait for another to take its stage."""
 CLOSE_S = 3.0
 """How long a coordinator that is stopped waits for nodes and requester to hear of it."""
 
@@ -51,7 +55,7 @@ class Coordinator:
         self._config = config
         self._transport = transport
         self._store = store
-        self._nodes = membership.NodeTable(lost_after_s=config.lost_after_s)
+        self._nodes = membership.NodeTable(lost_after_s=config.lost_after_s, least_s=max(LEAST_SILENCE_S, LEAST_BEATS * config.heartbeat_s))
         self._profiles: dict[str, NodeProfile] = {}
         self._torch_versions: dict[str, str] = {}
         self._paused: set[str] = set()
@@ -65,9 +69,18 @@ class Coordinator:
 
     async def watch(self) -> None:
         """Look for nodes and requesters that have fallen silent, until cancelled."""
+        looked = time.monotonic()
         while True:
             await asyncio.sleep(self._config.heartbeat_s)
-            await self._expire(time.monotonic())
+            now = time.monotonic()
+            deaf_s = now - looked - self._config.heartbeat_s
+            if deaf_s > self._config.heartbeat_s:
+                # This process, or its whole machine, has stood still: nobody can have been heard.
+                logger.warning("coordinator_stalled seconds=%.1f", deaf_s)
+                self._nodes.excuse(deaf_s)
+                self._requester_heard += deaf_s
+            looked = now
+            await self._expire(now)
 
     async def close(self) -> None:
         """End the running job, telling its requester and its nodes, and the wait for nodes of one that was submitted."""
@@ -93,6 +106,18 @@ class Coordinator:
                 return await self._register(sender, message), []
             case m.Heartbeat():
                 return await self._heartbeat(sender, message), []
+            case m.LeaseDone():
+                self._running(message.job_id).leases_done(sender.peer_id, message)
+                return m.Done(), []
+            case m.EvaluationDone():
+                self._running(message.job_id).evaluated(sender.peer_id, message)
+                return m.Done(), []
+            case m.StageFailed():
+                self._running(message.job_id).stage_failed(sender.peer_id, message)
+                return m.Done(), []
+            case m.LeaveRequest():
+                await self._leave(sender)
+                return m.Done(), []
             case m.LeaseRequest():
                 return self._running(message.job_id).lease(sender.peer_id, message), []
             case m.SubmitJob():
@@ -114,16 +139,8 @@ class Coordinator:
                 raise MalformedMessageError(f"the coordinator does not answer {type(message).__name__}")
 
     async def on_message(self, sender: Sender, message: m.Message, buffers: Sequence[Buffer]) -> None:
-        """Take word from the stages of the running job."""
-        match message:
-            case m.LeaseDone():
-                self._running(message.job_id).leases_done(sender.peer_id, message)
-            case m.EvaluationDone():
-                self._running(message.job_id).evaluated(sender.peer_id, message)
-            case m.StageFailed():
-                self._running(message.job_id).stage_failed(sender.peer_id, message)
-            case _:
-                raise MalformedMessageError(f"the coordinator does not take {type(message).__name__}")
+        """Everything that the coordinator is told, it answers."""
+        raise MalformedMessageError(f"the coordinator does not take {type(message).__name__}")
 
     # ------------------------------------------------------------ nodes
 
@@ -135,15 +152,27 @@ class Coordinator:
             )
         if message.profile.node_id != sender.peer_id:
             raise ForbiddenError(f"{sender.peer_id} registers as {message.profile.node_id}")
-        for instruction in self._nodes.handle(membership.NodeJoined(node_id=sender.peer_id, now=time.monotonic())):
-            self._obey(instruction, "was started again")
         self._profiles[sender.peer_id] = message.profile
         self._torch_versions[sender.peer_id] = message.torch_version
-        logger.info("node_registered node=%s address=%s", sender.peer_id, message.profile.address)
+        kept = self._job is not None and self._job.keeps(sender.peer_id, message)
+        if not kept and self._job is not None:
+            self._job.node_lost(sender.peer_id, "was started again")
+        self._nodes.handle(membership.NodeJoined(node_id=sender.peer_id, now=time.monotonic()))
+        logger.info("node_registered node=%s address=%s kept=%s", sender.peer_id, message.profile.address, kept)
         self._note_pause(sender.peer_id, message.paused)
+        if self._job is not None:
+            self._assign(self._job)
+            self._job.pool_changed()
         async with self._joined:
             self._joined.notify_all()
-        return m.Registered(heartbeat_s=self._config.heartbeat_s)
+        return m.Registered(heartbeat_s=self._config.heartbeat_s, keep=kept)
+
+    async def _leave(self, sender: Sender) -> None:
+        job = self._job
+        if job is None or job.lifecycle.ended:
+            return
+        async with asyncio.timeout(LEAVE_S):
+            await job.leave(sender.peer_id)
 
     def _note_pause(self, node_id: str, paused: bool) -> bool:
         """Remember whether the owner of a node has paused it; return whether that is news."""
@@ -158,8 +187,8 @@ class Coordinator:
     async def _heartbeat(self, sender: Sender, message: m.Heartbeat) -> m.Done:
         if sender.peer_id not in self._profiles:
             raise JobRefusedError(f"node {sender.peer_id} is not registered", hint="It registers again by itself.")
-        for instruction in self._nodes.handle(membership.NodeHeard(node_id=sender.peer_id, now=time.monotonic())):
-            self._obey(instruction, "is heard again")
+        for _ in self._nodes.handle(membership.NodeHeard(node_id=sender.peer_id, now=time.monotonic())):
+            raise JobRefusedError(f"node {sender.peer_id} must register again: it was given up for lost", hint="It does so by itself.")
         if self._note_pause(sender.peer_id, message.paused) and not message.paused:
             async with self._joined:
                 self._joined.notify_all()
@@ -175,14 +204,20 @@ class Coordinator:
         for node_id in self._nodes.expire(now):
             del self._profiles[node_id]
             self._note_pause(node_id, False)
-            self._node_lost(node_id, f"has not been heard of for {self._config.lost_after_s:.0f} s")
-        if now - self._requester_heard <= self._config.lost_after_s:
+            self._node_lost(node_id, "has not been heard of for too long")
+        if now - self._requester_heard <= self._requester_patience():
             return
         job = self._job
         if job is not None and not job.lifecycle.ended:
-            job.fail(RequesterLostError(f"requester {job.requester.peer_id} has not been heard of for {self._config.lost_after_s:.0f} s"))
+            seconds = now - self._requester_heard
+            job.fail(RequesterLostError(f"requester {job.requester.peer_id} has not been heard of for {seconds:.0f} s"))
         if self._submission is not None:
             await self._withdraw(self._submission)
+
+    def _requester_patience(self) -> float:
+        """Return the seconds of silence after which a requester is given up: one whose job trains may come back."""
+        trains = self._job is not None and self._job.plan is not None and self._submission is None
+        return self._config.requester_away_s if trains else self._config.lost_after_s
 
     def _node_unreachable(self, node_id: str, why: str) -> None:
         """Give up a node that a job could not reach, so that the next job does not count on it."""
@@ -192,21 +227,10 @@ class Coordinator:
             self._nodes.handle(membership.NodeSilent(node_id=node_id))
             self._node_lost(node_id, f"cannot be reached: {why}")
 
-    def _obey(self, instruction: membership.MembershipInstruction, what: str) -> None:
-        match instruction:
-            case membership.ReplaceNode(node_id=node_id):
-                self._node_lost(node_id, what)
-            case membership.AskToRegister(node_id=node_id):
-                raise JobRefusedError(f"node {node_id} must register again: it was given up for lost", hint="It does so by itself.")
-
     def _node_lost(self, node_id: str, what: str) -> None:
         logger.warning("node_lost node=%s reason=%s", node_id, what)
-        job = self._job
-        if job is None or job.lifecycle.ended:
-            return
-        stage = job.stage_of(node_id)
-        if stage is not None:
-            job.fail(NodeLostError(f"node {node_id}, which runs stage {stage.index} of cluster {stage.cluster}, {what}"))
+        if self._job is not None:
+            self._job.node_lost(node_id, what)
 
     # ------------------------------------------------------------ jobs
 
@@ -229,6 +253,7 @@ class Coordinator:
                 transport=self._transport,
                 on_change=self._job_changed,
                 on_lost=self._node_unreachable,
+                pool=self._usable,
             )
         finally:
             self._submission = None
@@ -290,6 +315,13 @@ class Coordinator:
     def _free(self) -> list[str]:
         return [node_id for node_id in self._nodes.in_state(membership.NodeState.JOINED) if node_id not in self._paused]
 
+    def _usable(self) -> list[NodeProfile]:
+        """Return the nodes that the running job may use: those it has, and those that are free."""
+        job = self._job
+        used = {stage.node_id for stage in job.plan.stages} if job is not None and job.plan is not None else set()
+        names = [*self._free(), *(node_id for node_id in self._nodes.in_state(membership.NodeState.ACTIVE) if node_id in used)]
+        return [self._profiles[node_id] for node_id in sorted(names)]
+
     def _check_versions(self, torch_version: str, nodes: Sequence[NodeProfile]) -> None:
         release = _release(torch_version)
         for node in nodes:
@@ -310,12 +342,13 @@ class Coordinator:
 
     def _assign(self, job: JobRunner) -> None:
         """Mark the nodes of a plan as taken while its job runs, and as free afterwards."""
-        for stage in job.plan.stages if job.plan is not None else ():
-            state = self._nodes.state(stage.node_id)
-            if not job.lifecycle.ended and state is membership.NodeState.JOINED:
-                self._nodes.handle(membership.NodeAssigned(node_id=stage.node_id))
-            elif job.ended.is_set() and state is membership.NodeState.ACTIVE:
-                self._nodes.handle(membership.NodeFreed(node_id=stage.node_id))
+        used = {stage.node_id for stage in job.plan.stages if job.stage_of(stage.node_id)} if job.plan is not None else set()
+        for node_id in self._nodes.in_state(membership.NodeState.JOINED):
+            if node_id in used and not job.lifecycle.ended:
+                self._nodes.handle(membership.NodeAssigned(node_id=node_id))
+        for node_id in self._nodes.in_state(membership.NodeState.ACTIVE):
+            if job.ended.is_set() or (node_id not in used and not job.lifecycle.ended):
+                self._nodes.handle(membership.NodeFreed(node_id=node_id))
 
     def _running(self, job_id: str) -> JobRunner:
         if self._job is None or self._job.job_id != job_id or self._job.lifecycle.ended:
@@ -354,7 +387,7 @@ class Coordinator:
             job_id=job.job_id if job is not None else "",
             job_state=job.state if job is not None else "",
             plan=job.plan if job is not None else None,
-            metrics=tuple(job.metrics.values()) if job is not None else (),
+            metrics=tuple(job.progress.metrics.values()) if job is not None else (),
             epochs_done=job.epochs_done if job is not None else 0.0,
         )
 

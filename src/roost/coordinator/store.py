@@ -22,7 +22,7 @@ from roost.errors import ForbiddenError, InvalidConfigError, TokenExpiredError, 
 from roost.messages import Failed, JobState
 from roost.types import EpochResult, Plan, Role
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SECRET_BYTES = 20
 BUSY_S = 5.0
 """How long a statement waits for another process that writes."""
@@ -44,6 +44,15 @@ CREATE TABLE history (
     PRIMARY KEY (job_id, epoch)
 ) STRICT;
 """
+_CHANGES = {
+    1: """
+ALTER TABLE tokens ADD COLUMN replaces TEXT;
+ALTER TABLE peers ADD COLUMN expires_at REAL;
+ALTER TABLE peers ADD COLUMN revoked_at REAL;
+CREATE TABLE revoked_keys (key_hash TEXT PRIMARY KEY, peer_id TEXT NOT NULL, revoked_at REAL NOT NULL) STRICT
+""",
+}
+"""What leads from each version of the schema to the next; a new file begins with version 1, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +66,10 @@ class StoredPeer:
     serial: str
     """Of its newest certificate, hex."""
     joined_at: float
+    expires_at: float | None = None
+    """When its newest certificate runs out; unknown of peers that enrolled before this was kept."""
+    revoked_at: float | None = None
+    """When it was revoked, if it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +90,9 @@ class Store:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._connection: sqlite3.Connection | None = None
+        self._revoked: frozenset[str] = frozenset()
+        self._revoked_as_of = -1
+        """What SQLite called the state of the file when `_revoked` was read."""
 
     def open(self) -> None:
         """Open the file, made first if there is none. Raises InvalidConfigError if it is no such database, VersionMismatchError."""
@@ -113,44 +129,89 @@ class Store:
 
     # ------------------------------------------------------------ tokens and peers
 
-    def issue_token(self, role: Role, now: float, ttl_s: float) -> str:
+    def issue_token(self, role: Role, now: float, ttl_s: float, *, replaces: str | None = None) -> str:
         """Return a new secret that lets one peer join as `role` until `now + ttl_s`; only its hash is kept.
+
+        With `replaces` it is good for that name alone, which may then have another key or role than before: the old key is revoked.
 
         Raises ForbiddenError for the coordinator's own role.
         """
         if role is Role.COORDINATOR:
             raise ForbiddenError("a token cannot make a coordinator")
         secret = secrets.token_hex(SECRET_BYTES)
-        row = (_hash(secret), role.value, now, now + ttl_s)
-        self._execute("INSERT INTO tokens (secret_hash, role, issued_at, expires_at) VALUES (?, ?, ?, ?)", row)
+        row = (_hash(secret), role.value, now, now + ttl_s, replaces)
+        self._execute("INSERT INTO tokens (secret_hash, role, issued_at, expires_at, replaces) VALUES (?, ?, ?, ?, ?)", row)
         return secret
 
     def redeem_token(self, secret: str, *, peer_id: str, key_hash: str, serial: int, now: float) -> Role:
         """Use up a token for `peer_id`, record the peer, and return its role: all of it or nothing.
 
-        A peer that enrolled before may do so again under its name with the same key and role.
-        Raises TokenRejectedError (unknown or used), TokenExpiredError, ForbiddenError (the name is taken; the token stays good).
+        A peer that enrolled before may do so again under its name with the same key and role; with another one only if the token was
+        issued to replace it. A key that was revoked never comes back.
+        Raises TokenRejectedError (unknown or used), TokenExpiredError, ForbiddenError (name taken, key revoked: the token stays good).
         """
         with self._transaction() as connection:
-            token = connection.execute("SELECT role, expires_at, used_by FROM tokens WHERE secret_hash = ?", (_hash(secret),)).fetchone()
+            columns = "role, expires_at, used_by, replaces"
+            token = connection.execute(f"SELECT {columns} FROM tokens WHERE secret_hash = ?", (_hash(secret),)).fetchone()
             if token is None:
                 raise TokenRejectedError("the coordinator has not issued this token")
-            role, expires_at, used_by = Role(token[0]), token[1], token[2]
+            role, expires_at, used_by, replaces = Role(token[0]), token[1], token[2], token[3]
             if used_by is not None:
                 raise TokenRejectedError(f"this token was used before, by {used_by}")
             if now >= expires_at:
                 raise TokenExpiredError(f"this token ran out {now - expires_at:.0f} s ago")
+            if replaces not in (None, peer_id):
+                raise ForbiddenError(f"this token is for the name {replaces}", hint="Join under that name, or get another token.")
+            if connection.execute("SELECT 1 FROM revoked_keys WHERE key_hash = ?", (key_hash,)).fetchone() is not None:
+                hint = "Join from a new state directory, with another name or a token of 'roost token --replace NAME'."
+                raise ForbiddenError(f"the key that {peer_id} joins with was revoked", hint=hint)
             known = connection.execute("SELECT role, key_hash FROM peers WHERE peer_id = ?", (peer_id,)).fetchone()
-            if known is not None and known != (role.value, key_hash):
-                hint = "Choose another name (the token is still good), or join from the state directory the name was made in."
+            if known is not None and known != (role.value, key_hash) and replaces is None:
+                hint = (
+                    "Choose another name (the token is still good), join from the state directory the name was made in, "
+                    "or get a token with 'roost token --replace NAME'."
+                )
                 raise ForbiddenError(f"the name {peer_id} belongs to a peer with another key or role", hint=hint)
+            if known is not None and known[1] != key_hash:
+                self._revoke_key(connection, known[1], peer_id, now)
             connection.execute("UPDATE tokens SET used_by = ?, used_at = ? WHERE secret_hash = ?", (peer_id, now, _hash(secret)))
             connection.execute(
-                "INSERT INTO peers (peer_id, role, key_hash, serial, joined_at) VALUES (?, ?, ?, ?, ?)"
-                " ON CONFLICT (peer_id) DO UPDATE SET serial = excluded.serial, joined_at = excluded.joined_at",
+                "INSERT INTO peers (peer_id, role, key_hash, serial, joined_at) VALUES (?, ?, ?, ?, ?) ON CONFLICT (peer_id) DO UPDATE SET"
+                " role = excluded.role, key_hash = excluded.key_hash, serial = excluded.serial, joined_at = excluded.joined_at,"
+                " expires_at = NULL, revoked_at = NULL",
                 (peer_id, role.value, key_hash, f"{serial:x}", now),
             )
         return role
+
+    def set_certificate(self, peer_id: str, serial: int, expires_at: float) -> None:
+        """Record the newest certificate of an enrolled peer."""
+        self._execute("UPDATE peers SET serial = ?, expires_at = ? WHERE peer_id = ?", (f"{serial:x}", expires_at, peer_id))
+
+    def revoke(self, peer_id: str, now: float) -> StoredPeer:
+        """Revoke a peer's key for good and return the peer; doing it again changes nothing. Raises InvalidConfigError if there is none."""
+        with self._transaction() as connection:
+            known = connection.execute("SELECT key_hash FROM peers WHERE peer_id = ?", (peer_id,)).fetchone()
+            if known is None:
+                raise InvalidConfigError(f"no peer called {peer_id!r} has joined", hint="'roost peers' lists those that have.")
+            connection.execute("UPDATE peers SET revoked_at = coalesce(revoked_at, ?) WHERE peer_id = ?", (now, peer_id))
+            self._revoke_key(connection, known[0], peer_id, now)
+        revoked = self.peer(peer_id)
+        assert revoked is not None
+        return revoked
+
+    def is_revoked(self, key_hash: str) -> bool:
+        """Return whether a key was revoked, by this process or by another: cheap enough to be asked for every message."""
+        # The number changes when another connection has changed the file; our own changes reset what we know of it.
+        version: int = self._opened().execute("PRAGMA data_version").fetchone()[0]
+        if version != self._revoked_as_of:
+            self._revoked = frozenset(row[0] for row in self._rows("SELECT key_hash FROM revoked_keys"))
+            self._revoked_as_of = version
+        return key_hash in self._revoked
+
+    def _revoke_key(self, connection: sqlite3.Connection, key_hash: str, peer_id: str, now: float) -> None:
+        row = (key_hash, peer_id, now)
+        connection.execute("INSERT OR IGNORE INTO revoked_keys (key_hash, peer_id, revoked_at) VALUES (?, ?, ?)", row)
+        self._revoked_as_of = -1
 
     def peer(self, peer_id: str) -> StoredPeer | None:
         """Return an enrolled peer."""
@@ -158,8 +219,19 @@ class Store:
 
     def peers(self) -> tuple[StoredPeer, ...]:
         """Return every enrolled peer, by name."""
-        rows = self._rows("SELECT peer_id, role, key_hash, serial, joined_at FROM peers ORDER BY peer_id")
-        return tuple(StoredPeer(peer_id=row[0], role=Role(row[1]), key_hash=row[2], serial=row[3], joined_at=row[4]) for row in rows)
+        rows = self._rows("SELECT peer_id, role, key_hash, serial, joined_at, expires_at, revoked_at FROM peers ORDER BY peer_id")
+        return tuple(
+            StoredPeer(
+                peer_id=row[0],
+                role=Role(row[1]),
+                key_hash=row[2],
+                serial=row[3],
+                joined_at=row[4],
+                expires_at=row[5],
+                revoked_at=row[6],
+            )
+            for row in rows
+        )
 
     # ------------------------------------------------------------ jobs
 
@@ -213,12 +285,15 @@ class Store:
     def _prepare(self) -> int:
         with self._transaction() as connection:
             version: int = connection.execute("PRAGMA user_version").fetchone()[0]
-            if version != 0 or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] > 0:
-                return version
-            for statement in _SCHEMA.split(";"):
-                connection.execute(statement)
-            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION:d}")
-        return SCHEMA_VERSION
+            if version == 0 and connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+                _run_all(connection, _SCHEMA)
+                version = 1
+            while version in _CHANGES:
+                _run_all(connection, _CHANGES[version])
+                version += 1
+            if version == SCHEMA_VERSION:
+                connection.execute(f"PRAGMA user_version = {version:d}")
+        return version
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -257,6 +332,11 @@ class Store:
             )
             for row in rows
         )
+
+
+def _run_all(connection: sqlite3.Connection, statements: str) -> None:
+    for statement in statements.split(";"):
+        connection.execute(statement)
 
 
 def _hash(secret: str) -> str:

@@ -52,6 +52,8 @@ class StageOptimizer:
         """Schedule steps taken, those of the run that was resumed included."""
         self._parameters = dict(parameters)
         self._share = share
+        self._base_updates = 0  # own updates, and schedule steps, when the share was set
+        self._base_steps = config.start_updates
         self._config = config
         self.correction = make_correction(config)
         """What this stage does against staleness."""
@@ -87,7 +89,12 @@ class StageOptimizer:
         self.correction.after_step(changing, self._optimizer)
         self._optimizer.zero_grad(set_to_none=True)
         self.updates += 1
-        self._step_schedule(self._config.start_updates + math.floor(self.updates / self._share + _ROUNDING))
+        done = self.updates - self._base_updates
+        self._step_schedule(self._base_steps + math.floor(done / self._share + _ROUNDING))
+
+    def set_share(self, share: float) -> None:
+        """From now on this cluster consumes that fraction of the data."""
+        self._share, self._base_updates, self._base_steps = share, self.updates, self.schedule_steps
 
     def state(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return the state of optimizer and correction for the parameters `names` as 'PARAMETER/KEY' tensors; they share its storage."""

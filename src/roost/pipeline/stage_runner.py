@@ -339,6 +339,22 @@ class StageRunner:
         """
         return self._optimizer.state(names) if self._optimizer is not None else {}
 
+    def set_share(self, share: float) -> None:
+        """From now on this cluster consumes that fraction of the data: schedules count it."""
+        if self._optimizer is not None:
+            self._optimizer.set_share(share)
+
+    def abandon(self) -> None:
+        """Forget all micro-batches in flight and all gradients; weights and optimizer state stay as they are."""
+        for flight in self._in_flight.values():
+            self._versions.release(flight.version)
+        self._in_flight.clear()
+        self._batches.clear()
+        self._predicted = None
+        waiting, self._waiting_averages = self._waiting_averages, []
+        for average, snapshot in waiting:
+            self.apply_average(average, snapshot)
+
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Set the optimizer state from 'PARAMETER/KEY' tensors. Raises CheckpointMismatchError if it does not fit."""
         if self._optimizer is not None:

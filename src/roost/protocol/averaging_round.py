@@ -161,11 +161,13 @@ class RingMember:
         pieces: int = 1,
         codec: TensorCodec = TensorCodec.NONE,
         differences: bool = False,
+        agreed: bool = True,
     ) -> None:
         """`members` in ring order, `me` among them; a round is abandoned `deadline_s` after it was first heard of or last moved.
 
         `pieces`, the same for all members, is how many a chunk travels in. `codec` is that of background rounds; with
-        `differences` (any codec but NONE needs it) differences to the last mean are averaged.
+        `differences` (any codec but NONE needs it) differences to the last mean are averaged. `agreed`: all members begin with the
+        same weights; otherwise the first round averages the values themselves.
         """
         self._name = f"ring of segment {segment} at {me}"
         self._members = members
@@ -174,6 +176,7 @@ class RingMember:
         self._pieces = pieces
         self._codec = codec
         self._differences = differences
+        self._agreed = agreed  # some mean, or the initial weights, are known to all members
         self._machine = StateMachine(self._name, RingState.IDLE, TRANSITIONS)
         self._target = RingState.IDLE  # the state after the event that is being handled
         self._round = 0  # the current round, or the last one
@@ -294,7 +297,7 @@ class RingMember:
         self._moved_at, terms = self._heard.pop(number, (now, self._own_terms(exact=ordered)))
         self._round = number
         self._forget(number - 1)
-        if terms.base not in (NO_BASE, self._finished):
+        if terms.base not in (NO_BASE, self._finished) or (terms.base != NO_BASE and not self._agreed):
             # Its values would be differences to other weights than those the opener speaks of.
             self._forget(number)
             self._plain_next = self._requested = True
@@ -310,7 +313,7 @@ class RingMember:
 
     def _own_terms(self, *, exact: bool) -> RoundTerms:
         """Return how a round goes that is opened here."""
-        if not self._differences or self._plain_next:
+        if not self._differences or self._plain_next or not self._agreed:
             return PLAIN
         return RoundTerms(base=self._finished, codec=TensorCodec.NONE if exact else self._codec)
 
@@ -331,6 +334,7 @@ class RingMember:
         if event.round != self._round:
             raise self._broken(f"the average of round {event.round} was applied during round {self._round}")
         self._finished = self._round
+        self._agreed = True
         self._forget(self._round)
         self._target = RingState.IDLE
         return self._next_round(event.now)

@@ -2,17 +2,20 @@
 
 An epoch is cut into ranges of one batch each. They are divided among the clusters by share, interleaved over the epoch;
 a cluster that has used up its own takes from whoever has most left, so nobody idles at an epoch's end.
+
+Clusters have numbers that are never used again. When one is lost, what it had leased goes to the others; when the job goes back
+to a checkpoint, so does what was done since. Both are recorded, range by range: the record and what is done account for every sample.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
 
 from roost.errors import ProtocolError
 from roost.protocol.machine import StateMachine
-from roost.types import Lease
+from roost.types import Lease, ReplayedLease
 
 Range = tuple[int, int]
 """Positions in the order of an epoch, half-open."""
@@ -38,26 +41,34 @@ def interleave(counts: Sequence[int]) -> list[int]:
 class RangeQueue:
     """The ranges of one epoch (or of the validation data) that nobody has leased yet."""
 
-    def __init__(self, clusters: int) -> None:
-        self._own: list[deque[Range]] = [deque() for _ in range(clusters)]
+    def __init__(self) -> None:
+        self._own: dict[int, deque[Range]] = {}
         self._returned: deque[Range] = deque()
 
-    def fill(self, samples: int, step: int, shares: Sequence[float]) -> None:
-        """Cut `samples` into ranges of `step` and divide them by share."""
-        starts = range(0, samples, step)
-        for start, owner in zip(starts, interleave(divide(len(starts), shares)), strict=True):
-            self._own[owner].append((start, min(start + step, samples)))
+    def fill(self, samples: int, step: int, shares: Mapping[int, float]) -> None:
+        """Cut `samples` into ranges of `step` and divide them among clusters by share."""
+        self._divide([(start, min(start + step, samples)) for start in range(0, samples, step)], shares)
+
+    def divide_again(self, shares: Mapping[int, float]) -> None:
+        """Divide what is left among other clusters, or by other shares."""
+        self._divide(sorted(span for own in self._own.values() for span in own), shares)
+
+    def _divide(self, spans: Sequence[Range], shares: Mapping[int, float]) -> None:
+        clusters = list(shares)
+        self._own = {cluster: deque() for cluster in clusters}
+        for span, owner in zip(spans, interleave(divide(len(spans), list(shares.values()))), strict=True):
+            self._own[clusters[owner]].append(span)
 
     def __len__(self) -> int:
-        return len(self._returned) + sum(len(own) for own in self._own)
+        return len(self._returned) + sum(len(own) for own in self._own.values())
 
     def take(self, cluster: int) -> Range:
         """Remove and return the next range for `cluster`: returned ones first, then its own, then from the end of the longest."""
         if self._returned:
             return self._returned.popleft()
-        if self._own[cluster]:
+        if self._own.get(cluster):
             return self._own[cluster].popleft()
-        return max(self._own, key=len).pop()
+        return max(self._own.values(), key=len).pop()
 
     def put_back(self, span: Range) -> None:
         """Make a range available again, before all others."""
@@ -80,10 +91,14 @@ class EvaluationOpened:
     """The validation data may be leased."""
 
 
+class EvaluationDropped:
+    """An evaluation that cannot be finished is given up; what is trained up to the synchronisation point stays."""
+
+
 TRANSITIONS: dict[LeasePhase, dict[type[object], LeasePhase | tuple[LeasePhase, ...]]] = {
     LeasePhase.CLOSED: {TrainingOpened: LeasePhase.TRAINING, EvaluationOpened: LeasePhase.EVALUATION},
     LeasePhase.TRAINING: {TrainingOpened: LeasePhase.TRAINING, EvaluationOpened: LeasePhase.EVALUATION},
-    LeasePhase.EVALUATION: {TrainingOpened: LeasePhase.TRAINING},
+    LeasePhase.EVALUATION: {TrainingOpened: LeasePhase.TRAINING, EvaluationDropped: LeasePhase.TRAINING},
 }
 
 
@@ -101,10 +116,10 @@ class LeaseBook:
         sync_interval: int,
         evaluate: bool,
     ) -> None:
-        """`shares` has one entry per cluster; `evaluate` False means that evaluation phases are empty."""
+        """`shares` has one entry for each of clusters 0, 1, ...; `evaluate` False means that evaluation phases are empty."""
         self._samples = samples
         self._validation_samples = validation_samples if evaluate else 0
-        self._shares = shares
+        self._shares = dict(enumerate(shares))
         self._batch_size = batch_size
         self._epochs = epochs
         self._sync_interval = sync_interval
@@ -115,8 +130,12 @@ class LeaseBook:
         self._queues: dict[int, RangeQueue] = {}  # epoch -> what is left of it, earliest epoch first
         self._leased: dict[int, tuple[int, Lease]] = {}  # lease id -> its cluster and the lease, until done
         self._released: set[int] = set()  # lost clusters: a request of theirs may still be on its way
+        self._kept_epoch = start_epoch  # what was done before this epoch is in a checkpoint
+        self._done: dict[int, tuple[int, Lease]] = {}  # as _leased: training that is done and in no checkpoint yet
+        self._replayed: list[ReplayedLease] = []
         self._next_lease = 0
         self._samples_done = 0
+        self._batches_done = 0
         self._stopped = False
 
     @property
@@ -150,6 +169,25 @@ class LeaseBook:
         """Leases given and not yet done."""
         return tuple(lease for _, lease in self._leased.values())
 
+    def busy(self, clusters: Collection[int]) -> bool:
+        """Return True if one of these clusters has leases that are not done."""
+        return any(owner in clusters for owner, _ in self._leased.values())
+
+    @property
+    def clusters(self) -> tuple[int, ...]:
+        """Clusters that may lease."""
+        return tuple(self._shares)
+
+    @property
+    def replayed(self) -> tuple[ReplayedLease, ...]:
+        """Training leases whose samples were leased again, in the order in which that was decided."""
+        return tuple(self._replayed)
+
+    @property
+    def batches_done(self) -> int:
+        """Training leases reported done, one batch each, in this run; what the job went back on does not count."""
+        return self._batches_done
+
     def open_training(self) -> None:
         """Make the epochs up to the next synchronisation point available. Raises ProtocolError before the phase is done."""
         self._check_phase_done()
@@ -161,7 +199,7 @@ class LeaseBook:
         self._check_phase_done()
         self._machine.move(EvaluationOpened())
         if self._validation_samples:
-            queue = RangeQueue(len(self._shares))
+            queue = RangeQueue()
             queue.fill(self._validation_samples, self._batch_size, self._shares)
             self._queues[self._next_epoch] = queue
 
@@ -194,35 +232,80 @@ class LeaseBook:
         return tuple(given), not self._available()
 
     def done(self, cluster: int, lease_ids: Sequence[int]) -> None:
-        """Record that a cluster has applied these leases. Raises ProtocolError, and records none, if one is not its own."""
+        """Record that a cluster has applied these leases; what it reported before is ignored.
+
+        Raises ProtocolError, and records none, if one is not its own.
+        """
         self._check_cluster(cluster)
         for lease_id in lease_ids:
-            owner, _ = self._leased.get(lease_id, (None, None))
+            owner, _ = self._leased.get(lease_id) or self._done.get(lease_id) or (None, None)
             if owner != cluster:
                 what = "is unknown or already done" if owner is None else f"belongs to cluster {owner}"
                 raise self._broken(f"cluster {cluster} reports lease {lease_id}, which {what}")
         if len(set(lease_ids)) != len(lease_ids):
             raise self._broken(f"cluster {cluster} reports a lease twice: {list(lease_ids)}")
         for lease_id in lease_ids:
+            if lease_id not in self._leased:
+                continue
             _, lease = self._leased.pop(lease_id)
-            self._samples_done += lease.samples if lease.training else 0
+            if lease.training:
+                self._done[lease_id] = (cluster, lease)
+                self._samples_done += lease.samples
+                self._batches_done += 1
 
-    def release(self, cluster: int) -> tuple[Lease, ...]:
+    def kept(self) -> None:
+        """Everything done so far is in a checkpoint: the job goes back no further."""
+        self._kept_epoch = self._next_epoch
+        self._done.clear()
+
+    def release(self, cluster: int, reason: str = "the cluster was lost") -> tuple[Lease, ...]:
         """Give the unfinished leases of a lost cluster to the others, and return them; it gets no more."""
         self._check_cluster(cluster)
         self._released.add(cluster)
         freed = tuple(lease for owner, lease in self._leased.values() if owner == cluster)
+        self._note_replay((self._leased.pop(lease.lease_id) for lease in freed), reason)
         for lease in freed:
-            del self._leased[lease.lease_id]
             if not (self._stopped and lease.training):
-                self._queues.setdefault(lease.epoch, RangeQueue(len(self._shares))).put_back((lease.start, lease.stop))
+                self._queues.setdefault(lease.epoch, RangeQueue()).put_back((lease.start, lease.stop))
         return freed
+
+    def set_clusters(self, shares: Mapping[int, float]) -> None:
+        """Lease to these clusters from now on, by these shares. Raises ProtocolError if one was released or still has leases."""
+        gone = {owner for owner, _ in self._leased.values()} - set(shares)
+        if gone or not shares or self._released & set(shares):
+            raise self._broken(f"clusters {sorted(shares)} cannot be leased to: {sorted(self._released)} are released, {sorted(gone)} busy")
+        self._shares = dict(shares)
+        for queue in self._queues.values():
+            queue.divide_again(self._shares)
+
+    def go_back(self, reason: str) -> None:
+        """Make everything that no checkpoint holds available again: nobody holds the weights that it went into any more."""
+        self._note_replay((*self._done.values(), *self._leased.values()), reason)
+        self._samples_done -= sum(lease.samples for _, lease in self._done.values())
+        self._batches_done -= len(self._done)
+        self._done.clear()
+        self._leased.clear()
+        self._queues.clear()
+        self._next_epoch = self._kept_epoch
+        if self.phase is LeasePhase.EVALUATION:
+            self._machine.move(EvaluationDropped())
+
+    def drop_evaluation(self) -> None:
+        """Give up an evaluation, if one is under way: it can be opened again."""
+        if self.phase is not LeasePhase.EVALUATION:
+            return
+        self._machine.move(EvaluationDropped())
+        self._queues.clear()
+        self._leased.clear()
+
+    def _note_replay(self, leases: Iterable[tuple[int, Lease]], reason: str) -> None:
+        self._replayed += [ReplayedLease(lease=lease, cluster=cluster, reason=reason) for cluster, lease in leases if lease.training]
 
     def _available(self) -> bool:
         """Return True if something can be leased; cuts the next epoch once those before it are all leased."""
         training = self.phase is LeasePhase.TRAINING and not self._stopped
         if not self._queues and training and self._next_epoch < self._sync_epoch:
-            queue = RangeQueue(len(self._shares))
+            queue = RangeQueue()
             queue.fill(self._samples, self._batch_size, self._shares)
             self._queues[self._next_epoch] = queue
             self._next_epoch += 1
@@ -233,8 +316,8 @@ class LeaseBook:
             raise self._broken(f"the phase {self.phase} is not done: {len(self._leased)} leases are out")
 
     def _check_cluster(self, cluster: int) -> None:
-        if not 0 <= cluster < len(self._shares):
-            raise self._broken(f"cluster {cluster} is not one of the {len(self._shares)} clusters of the plan")
+        if cluster not in self._shares and cluster not in self._released:
+            raise self._broken(f"cluster {cluster} is not one of the clusters {sorted(self._shares)} of the plan")
 
     def _broken(self, what: str) -> ProtocolError:
         return ProtocolError(f"leases: {what}", hint="Run the same version of roost everywhere, then report this.")

@@ -1,7 +1,9 @@
 """The life of one job, as a state machine: the coordinator reports events and carries out the instructions.
 
 submitted -> probing -> preparing -> training -> averaging -> [evaluating] -> saving -> training ... -> done; any state but
-the last two may fail. Cancelling drains the pipelines, skips the evaluation, saves and ends.
+the last two may fail. Cancelling drains the pipelines, skips the evaluation, saves and ends. When a cluster breaks, or the plan
+changes for another reason, the job is repaired and goes on training: if nothing is left to train up to the synchronisation point,
+that is only a step to the averaging that may have been interrupted.
 """
 
 from __future__ import annotations
@@ -58,6 +60,16 @@ class CheckpointSaved(JobEvent):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanBroken(JobEvent):
+    """A cluster cannot go on as it is, or shall not; again while that is mended: something else has happened to the plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRepaired(JobEvent):
+    """Every cluster of the plan is ready."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CancelRequested(JobEvent):
     """The requester wants to stop."""
 
@@ -82,6 +94,8 @@ class JobInstruction(StrEnum):
     AVERAGE = "average"
     OPEN_EVALUATION = "open_evaluation"
     SAVE_CHECKPOINT = "save_checkpoint"
+    REPAIR = "repair"
+    GO_ON = "go_on"
     END_STAGES = "end_stages"
 
 
@@ -89,26 +103,41 @@ TRANSITIONS: dict[JobState, dict[type[object], JobState | tuple[JobState, ...]]]
     # A cancellation before training ends the job at once: there is nothing to save yet.
     JobState.SUBMITTED: {NodesReady: JobState.PROBING, CancelRequested: JobState.DONE, FaultOccurred: JobState.FAILED},
     JobState.PROBING: {LinksMeasured: JobState.PREPARING, CancelRequested: JobState.DONE, FaultOccurred: JobState.FAILED},
-    JobState.PREPARING: {StagesReady: JobState.TRAINING, CancelRequested: JobState.DONE, FaultOccurred: JobState.FAILED},
+    JobState.PREPARING: {
+        StagesReady: JobState.TRAINING,
+        PlanBroken: JobState.REPAIRING,
+        CancelRequested: JobState.DONE,
+        FaultOccurred: JobState.FAILED,
+    },
     # Later it only marks the job: training drains, then the usual way to a checkpoint.
     JobState.TRAINING: {
         TrainingDrained: JobState.AVERAGING,
+        PlanBroken: JobState.REPAIRING,
         CancelRequested: JobState.TRAINING,
         FaultOccurred: JobState.FAILED,
     },
     JobState.AVERAGING: {
         ClustersAveraged: (JobState.EVALUATING, JobState.SAVING),
+        PlanBroken: JobState.REPAIRING,
         CancelRequested: JobState.AVERAGING,
         FaultOccurred: JobState.FAILED,
     },
     JobState.EVALUATING: {
         EvaluationFinished: JobState.SAVING,
+        PlanBroken: JobState.REPAIRING,
         CancelRequested: JobState.EVALUATING,
         FaultOccurred: JobState.FAILED,
     },
     JobState.SAVING: {
         CheckpointSaved: (JobState.TRAINING, JobState.DONE),
+        PlanBroken: JobState.REPAIRING,
         CancelRequested: JobState.SAVING,
+        FaultOccurred: JobState.FAILED,
+    },
+    JobState.REPAIRING: {
+        PlanBroken: JobState.REPAIRING,
+        PlanRepaired: JobState.TRAINING,
+        CancelRequested: JobState.REPAIRING,
         FaultOccurred: JobState.FAILED,
     },
 }
@@ -117,9 +146,10 @@ TRANSITIONS: dict[JobState, dict[type[object], JobState | tuple[JobState, ...]]]
 class JobLifecycle:
     """Where one job is. `handle` is the only way to move it."""
 
-    def __init__(self, job_id: str, *, evaluates: bool) -> None:
+    def __init__(self, job_id: str, *, evaluates: bool, state: JobState = JobState.SUBMITTED) -> None:
+        """`state` is where a job is that a coordinator finds again."""
         self._evaluates = evaluates
-        self._machine = StateMachine(f"job {job_id}", JobState.SUBMITTED, TRANSITIONS)
+        self._machine = StateMachine(f"job {job_id}", state, TRANSITIONS)
         self.cancelled = False
 
     @property
@@ -155,6 +185,10 @@ class JobLifecycle:
                 if finished or self.cancelled:
                     return JobState.DONE, [JobInstruction.END_STAGES]
                 return JobState.TRAINING, [JobInstruction.OPEN_TRAINING]
+            case PlanBroken():
+                return JobState.REPAIRING, [JobInstruction.REPAIR]
+            case PlanRepaired():
+                return JobState.TRAINING, [JobInstruction.GO_ON, *([JobInstruction.STOP_LEASING] if self.cancelled else [])]
             case CancelRequested():
                 return self._decide_cancel()
             case _:

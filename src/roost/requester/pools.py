@@ -28,6 +28,7 @@ from roost.transport.addresses import host_towards
 from roost.transport.enrolment_client import Enrolment, enrol, enrol_once
 from roost.transport.grpc_transport import GrpcTransport
 from roost.transport.interface import Transport
+from roost.transport.renewal import renewing
 from roost.types import Peer, Role
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,8 @@ class RemotePool:
         if enrolment.credentials.role is not Role.REQUESTER:
             raise ForbiddenError(f"the token made this machine a {enrolment.credentials.role}, not a requester")
         transport = GrpcTransport(enrolment.credentials, host=host_towards(enrolment.coordinator.address))
-        yield Membership(transport=transport, coordinator=enrolment.coordinator, wait_nodes=self.nodes)
+        async with renewing(transport, enrolment.coordinator, enrolment.credentials, directory):
+            yield Membership(transport=transport, coordinator=enrolment.coordinator, wait_nodes=self.nodes)
 
 
 class LocalPool:

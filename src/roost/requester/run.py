@@ -36,11 +36,12 @@ from roost.messages import JobState
 from roost.metrics.events import JsonLines
 from roost.metrics.rates import ClusterProgress, RateMeter
 from roost.planning.staleness import chosen_correction
+from roost.requester.access import TensorPositions
 from roost.requester.data import SampleSource
 from roost.requester.pools import Membership, Pool
 from roost.requester.service import RequesterService
 from roost.transport.interface import Transport
-from roost.types import EpochResult, ModelProfile, NodeProfile, Peer, Plan, StageMetrics
+from roost.types import EpochResult, ModelProfile, NodeProfile, Peer, Plan, ReplayedLease, StageMetrics
 from roost.weights.source import TensorSource
 
 logger = logging.getLogger(__name__)
@@ -77,6 +78,8 @@ class JobPackage:
 
     config: JobConfig
     graph: bytes
+    positions: TensorPositions
+    """Which part of the graph needs which tensors."""
     weights: TensorSource
     """Every parameter and buffer as it is before training."""
     extras: frozenset[str]
@@ -147,6 +150,8 @@ class Run:
         self._events = JsonLines(package.directory / "events.jsonl")
         self.plan: Plan | None = None
         self.nodes: tuple[NodeProfile, ...] = ()
+        self.replayed: tuple[ReplayedLease, ...] = ()
+        """Samples that were given out again because of a fault, and why; all others were applied once."""
 
     # ------------------------------------------------------------ for users
 
@@ -331,6 +336,7 @@ class Run:
         return RequesterService(
             config=package.config,
             graph=package.graph,
+            positions=package.positions,
             weights=package.weights,
             unused=package.unused,
             optimizer=package.optimizer,
@@ -339,6 +345,7 @@ class Run:
             writer=CheckpointWriter(package.directory, keep=KEPT_CHECKPOINTS),
             contents=self._contents,
             on_update=self._take_update,
+            on_plan=self._take_plan,
         )
 
     async def _submit(self, transport: Transport, service: RequesterService, membership: Membership) -> None:
@@ -392,6 +399,22 @@ class Run:
             await transport.call(coordinator, m.CancelJob(job_id=self.job_id), deadline_s=FAREWELL_S)
         except RoostError as error:
             logger.info("cancel_not_taken job=%s error=%s", self.job_id, error.message)
+
+    def _take_plan(self, change: m.PlanChanged) -> None:
+        """Note that the job goes on with another plan, and what has to be trained again."""
+        self.plan, self.nodes = change.plan, change.nodes
+        self.replayed += change.replayed
+        logger.warning(
+            "plan_changed job=%s generation=%d reason=%r replayed_leases=%d checkpoint=%s",
+            self.job_id,
+            change.generation,
+            change.reason,
+            len(change.replayed),
+            change.checkpoint or "-",
+        )
+        self._log_event("plan_changed", encode_record(change))
+        if self._observer is not None:
+            self._observer.planned(change.plan, change.nodes, self._package.profile)
 
     def _take_update(self, update: m.JobUpdate) -> None:
         if not self._package.has_metric:

@@ -12,14 +12,17 @@ from torch import Tensor
 
 from roost import messages as m
 from roost.checkpoint.manifest import CheckpointContents
+from roost.checkpoint.opened import OpenedCheckpoint, open_files
 from roost.checkpoint.writer import CheckpointWriter
 from roost.config import JobConfig
-from roost.errors import ForbiddenError, MalformedMessageError
-from roost.pipeline.tensor_bytes import from_buffer, spec_of, to_buffer
+from roost.errors import DeadlineError, ForbiddenError, MalformedMessageError
+from roost.pipeline.tensor_bytes import spec_of, to_buffer
 from roost.protocol.batches import sample_order
+from roost.requester.access import Access, AccessTable, TensorPositions
 from roost.requester.data import SampleSource
+from roost.requester.uploads import UploadReceiver
 from roost.transport.interface import Buffer, Sender
-from roost.types import Lease, Plan, Role, TensorSpec
+from roost.types import Lease, Plan, Role
 from roost.weights.source import TensorSource
 
 logger = logging.getLogger(__name__)
@@ -37,6 +40,7 @@ class RequesterService:
         *,
         config: JobConfig,
         graph: bytes,
+        positions: TensorPositions,
         weights: TensorSource,
         unused: frozenset[str],
         optimizer: Mapping[str, Tensor],
@@ -45,6 +49,7 @@ class RequesterService:
         writer: CheckpointWriter,
         contents: Callable[[m.FinishCheckpoint], CheckpointContents],
         on_update: Callable[[m.JobUpdate], None],
+        on_plan: Callable[[m.PlanChanged], None],
     ) -> None:
         self._config = config
         self._graph = graph
@@ -54,9 +59,14 @@ class RequesterService:
         self._training = training
         self._validation = validation
         self._writer = writer
+        self._uploads = UploadReceiver(weights, writer)
         self._contents = contents
         self._on_update = on_update
-        self._allowed: frozenset[str] = frozenset()
+        self._on_plan = on_plan
+        self._positions = positions
+        self._access: AccessTable | None = None
+        self._opened: tuple[str, OpenedCheckpoint] | None = None
+        """The checkpoint that was last fetched from."""
         self._planned = asyncio.Event()
         self._disk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roost-disk")
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roost-data")
@@ -64,8 +74,11 @@ class RequesterService:
         self._orders: dict[int, list[int]] = {}
 
     def set_plan(self, plan: Plan) -> None:
-        """Let the nodes of `plan`, and nobody else, fetch; nodes that asked earlier are answered from now on."""
-        self._allowed = frozenset(stage.node_id for stage in plan.stages)
+        """Let the nodes of `plan`, and nobody else, fetch what their stages need; nodes that asked earlier are answered from now on.
+
+        May be called again while the job runs.
+        """
+        self._access = AccessTable(self._positions, plan)
         self._planned.set()
 
     def close(self) -> None:
@@ -80,45 +93,88 @@ class RequesterService:
             self._on_update(message)
 
     async def on_call(self, sender: Sender, message: m.Message, buffers: Sequence[Buffer]) -> tuple[m.Message, Sequence[Buffer]]:
-        """Answer one call. Raises ForbiddenError for a node that is not in the plan, or a message of another job."""
-        await self._check_sender(sender, message)
-        if isinstance(message, m.FetchGraph):
-            return m.GraphReply(), [self._graph]
-        if isinstance(message, m.FetchTensors):
-            return self._reply(await self._initial(message.names))
-        if isinstance(message, m.FetchOptimizer):
-            wanted = set(message.names)
-            return self._reply({key: value for key, value in self._optimizer.items() if key.rpartition("/")[0] in wanted})
-        if isinstance(message, m.FetchSamples):
-            batch = await asyncio.get_running_loop().run_in_executor(self._reader, self._read, message.lease)
-            return self._reply({str(number): tensor for number, tensor in enumerate(batch)})
-        if isinstance(message, m.UploadState):
-            return await self._store(message, buffers), []
-        if isinstance(message, m.FinishCheckpoint):
-            return await self._finish(message), []
-        raise MalformedMessageError(f"the requester does not answer {type(message).__name__}")
+        """Answer one call.
 
-    async def _check_sender(self, sender: Sender, message: m.Message) -> None:
+        Raises ForbiddenError, naming the sender, for a node that is not in the plan or asks for another's part, and for another job.
+        """
         if getattr(message, "job_id", None) != self._config.job_id:
             raise ForbiddenError(f"{sender.peer_id} asks for another job than {self._config.job_id}")
         if sender.role is Role.NODE:
+            return await self._answer_node(sender.peer_id, await self._access_of(sender.peer_id), message, buffers)
+        if isinstance(message, m.FinishCheckpoint):
+            return await self._finish(message), []
+        if isinstance(message, m.PlanChanged):
+            self.set_plan(message.plan)
+            self._on_plan(message)
+            return m.Done(), []
+        raise _unknown(message)
+
+    async def _access_of(self, node_id: str) -> Access:
+        try:
             async with asyncio.timeout(PLAN_DEADLINE_S):
                 await self._planned.wait()
-            if sender.peer_id not in self._allowed:
-                raise ForbiddenError(f"node {sender.peer_id} has no stage in job {self._config.job_id}")
+        except TimeoutError:
+            raise DeadlineError(f"job {self._config.job_id} was not planned in {PLAN_DEADLINE_S:.0f} s") from None
+        assert self._access is not None
+        return self._access.of(node_id, self._config.job_id)
+
+    async def _answer_node(
+        self, node_id: str, access: Access, message: m.Message, buffers: Sequence[Buffer]
+    ) -> tuple[m.Message, Sequence[Buffer]]:
+        loop = asyncio.get_running_loop()
+        match message:
+            case m.FetchGraph():
+                return m.GraphReply(), [self._graph]
+            case m.FetchTensors(names=names):
+                self._check_reads(node_id, access, names)
+                return self._reply(await loop.run_in_executor(self._maker, self._tensors, names, message.checkpoint))
+            case m.FetchOptimizer(names=names):
+                self._check_reads(node_id, access, names)
+                return self._reply(await loop.run_in_executor(self._maker, self._optimizer_state, names, message.checkpoint))
+            case m.FetchSamples(lease=lease):
+                if not access.samples:
+                    raise ForbiddenError(f"node {node_id} asks for samples, but runs no first stage of job {self._config.job_id}")
+                batch = await loop.run_in_executor(self._reader, self._read, lease)
+                return self._reply({str(number): tensor for number, tensor in enumerate(batch)})
+            case m.UploadState():
+                await loop.run_in_executor(self._disk, self._uploads.take, node_id, message, buffers, access)
+                return m.Done(), []
+        raise _unknown(message)
+
+    def _check_reads(self, node_id: str, access: Access, names: Sequence[str]) -> None:
+        known = set(self._weights.names)
+        for name in names:
+            if name not in known:
+                raise MalformedMessageError(f"node {node_id} asks for a tensor {name[:80]!r}, which the model does not have")
+            if name not in access.reads:
+                raise ForbiddenError(f"node {node_id} asks for tensor {name!r}, which its stage does not need")
 
     @staticmethod
     def _reply(tensors: Mapping[str, Tensor]) -> tuple[m.TensorsReply, list[Buffer]]:
         specs = tuple(spec_of(name, tensor) for name, tensor in tensors.items())
         return m.TensorsReply(tensors=specs), [to_buffer(tensor) for tensor in tensors.values()]
 
-    async def _initial(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return tensors as they are before training; they may have to be read from disk or made first."""
-        known = set(self._weights.names)
-        missing = [name for name in names if name not in known]
-        if missing:
-            raise MalformedMessageError(f"the model has no tensor {missing[0]!r}")
-        return await asyncio.get_running_loop().run_in_executor(self._maker, self._weights.read, names)
+    def _tensors(self, names: Sequence[str], checkpoint: str) -> dict[str, Tensor]:
+        """Return tensors as they are in a checkpoint of this job, or before training; they may have to be read from disk or made first."""
+        if not checkpoint:
+            return self._weights.read(names)
+        opened = self._open(checkpoint)
+        saved = opened.model([name for name in names if name in opened.names])
+        # Buffers that are not in the state_dict are not in the checkpoint either.
+        made = self._weights.read([name for name in names if name not in saved])
+        return {name: saved[name] if name in saved else made[name] for name in names}
+
+    def _optimizer_state(self, names: Sequence[str], checkpoint: str) -> dict[str, Tensor]:
+        wanted = frozenset(names)
+        if checkpoint:
+            return self._open(checkpoint).optimizer(wanted)
+        return {key: value for key, value in self._optimizer.items() if key.rpartition("/")[0] in wanted}
+
+    def _open(self, checkpoint: str) -> OpenedCheckpoint:
+        """Return a checkpoint of this job; its checksums are compared when it is first asked for. Raises CheckpointError."""
+        if self._opened is None or self._opened[0] != checkpoint:
+            self._opened = checkpoint, open_files(self._writer.path_of(checkpoint))
+        return self._opened[1]
 
     def _read(self, lease: Lease) -> tuple[Tensor, ...]:
         source = self._training if lease.training else self._validation
@@ -136,29 +192,22 @@ class RequesterService:
             self._orders[epoch] = sample_order(self._config.samples, epoch, self._config.seed)
         return self._orders[epoch]
 
-    async def _store(self, message: m.UploadState, buffers: Sequence[Buffer]) -> m.Done:
-        specs = message.tensors + message.optimizer
-        if len(specs) != len(buffers):
-            raise MalformedMessageError(f"{len(specs)} tensors announced, {len(buffers)} sent")
-        named = [from_buffer(spec, buffer) for spec, buffer in zip(specs, buffers, strict=True)]
-        split = len(message.tensors)
-        tensors = _by_name(message.tensors, named[:split])
-        optimizer = _by_name(message.optimizer, named[split:])
-        await asyncio.get_running_loop().run_in_executor(
-            self._disk, self._writer.add, message.checkpoint, message.segment, tensors, optimizer
-        )
-        return m.Done()
-
     async def _finish(self, message: m.FinishCheckpoint) -> m.CheckpointWritten:
-        loop = asyncio.get_running_loop()
-        if self._unused:
-            # Tensors of the model that its graph never touches: no stage has them, they are as they were.
-            kept = await self._initial(sorted(self._unused))
-            await loop.run_in_executor(self._disk, self._writer.add, message.checkpoint, UNUSED_SEGMENT, kept, {})
-        path: Path = await loop.run_in_executor(self._disk, self._writer.finish, message.checkpoint, self._contents(message))
+        # Tensors of the model that its graph never touches: no stage has them, they are as they were.
+        kept = await asyncio.get_running_loop().run_in_executor(self._maker, self._weights.read, sorted(self._unused))
+        contents = self._contents(message)
+        path = await asyncio.get_running_loop().run_in_executor(self._disk, self._write, message, kept, contents)
+        # It may have replaced one of the same name.
+        self._opened = None
         logger.info("checkpoint_written job=%s path=%s", message.job_id, path)
         return m.CheckpointWritten(path=str(path))
 
+    def _write(self, message: m.FinishCheckpoint, kept: Mapping[str, Tensor], contents: CheckpointContents) -> Path:
+        self._uploads.check_finished(message.checkpoint, message.attempt)
+        if kept:
+            self._writer.add(message.checkpoint, UNUSED_SEGMENT, kept, {}, attempt=message.attempt)
+        return self._writer.finish(message.checkpoint, contents, attempt=message.attempt)
 
-def _by_name(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {spec.name: tensor for spec, tensor in zip(specs, tensors, strict=True)}
+
+def _unknown(message: m.Message) -> MalformedMessageError:
+    return MalformedMessageError(f"the requester does not answer {type(message).__name__}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from roost.transport.credentials import (
     create_key,
     dns_name,
     identity_uri,
+    key_hash,
     load_key,
     parse_certificate,
     public_bytes,
@@ -115,7 +115,7 @@ def csr_key_hash(csr_pem: bytes) -> str:
 
     Raises MalformedMessageError.
     """
-    return hashlib.sha256(public_bytes(_csr_key(csr_pem))).hexdigest()
+    return key_hash(_csr_key(csr_pem))
 
 
 def _load_pair(directory: Path, certificate_file: str, key_file: str) -> tuple[bytes, bytes]:

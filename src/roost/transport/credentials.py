@@ -93,6 +93,16 @@ def read_identity(certificate_pem: bytes) -> tuple[str, Role]:
     return peer_id, Role(role)
 
 
+def expires_at(certificate_pem: bytes) -> float:
+    """Return when a certificate runs out, in seconds since the epoch. Raises CredentialsError."""
+    return parse_certificate(certificate_pem).not_valid_after_utc.timestamp()
+
+
+def key_hash(key: object) -> str:
+    """Return the hex SHA-256 of a public key: it tells one holder of a name from another. Raises CredentialsError."""
+    return hashlib.sha256(public_bytes(key)).hexdigest()
+
+
 def fingerprint(certificate_pem: bytes) -> str:
     """Return 'sha256:' and the hex SHA-256 of the certificate's DER bytes. Raises CredentialsError."""
     return "sha256:" + parse_certificate(certificate_pem).fingerprint(hashes.SHA256()).hex()

@@ -17,8 +17,8 @@ WHOLE_NUMBER = re.compile("[0-9]{1,9}")
 GrpcOptions = list[tuple[str, int | str]]
 
 FRAME_SLACK = 1024
-MAX_STREAMS = 1024
-"""Streams and calls one connection may have open at a time."""
+MAX_STREAMS = 256
+"""Streams and calls one connection may have open at a time; further ones wait at the caller."""
 MAX_METADATA_BYTES = 32 << 10
 FRAME_BYTES_KEY = "roost-frame-bytes"
 """What an endpoint with a limited downlink tells its peers: the largest frame it should be sent."""
@@ -84,6 +84,8 @@ def server_options(config: TransportConfig) -> GrpcOptions:
         *_common_options(config),
         # Two processes must not share a port unnoticed.
         ("grpc.so_reuseport", 0),
+        # The one bound on connections without a certificate. grpc has a limit on their number, too, "max_allowed_incoming_connections",
+        # but in grpc 1.85 a handshake that runs into its deadline under that limit ends the whole process.
         ("grpc.server_handshake_timeout_ms", int(config.connect_s * 1000)),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         # Peers may be configured to ping more often than we do.

@@ -13,13 +13,13 @@ import grpc
 import grpc.aio
 
 from roost.config import TransportConfig
-from roost.errors import DeadlineError, InvalidConfigError, PeerUnreachableError
+from roost.errors import CredentialsError, DeadlineError, InvalidConfigError, PeerUnreachableError
 from roost.messages import Message
 from roost.transport.credentials import Credentials
 from roost.transport.framing import PackedMessage, pack
 from roost.transport.grpc_link import Link, open_channel
 from roost.transport.grpc_options import server_options
-from roost.transport.grpc_service import FAREWELL_S, GrpcService
+from roost.transport.grpc_service import FAREWELL_S, Admit, GrpcService
 from roost.transport.interface import Buffer, Handler, Lane, Reply, Traffic
 from roost.transport.meter import Meter
 from roost.transport.shaping import frame_bytes
@@ -43,13 +43,18 @@ class GrpcTransport:
         host: str = "127.0.0.1",
         port: int = 0,
         advertise: str = "",
+        admit: Admit | None = None,
     ) -> None:
-        """Listens on `host`:`port` (0 picks a free one) once started; tells peers `advertise` instead of `host` if given."""
+        """Listens on `host`:`port` (0 picks a free one) once started; tells peers `advertise` instead of `host` if given.
+
+        `admit` is asked for every message that arrives, and raises to refuse the peer.
+        """
         self._credentials = credentials
         self._config = _with_fitting_frames(config or TransportConfig())
         self._host = host
         self._port = port
         self._advertise = advertise
+        self._admit = admit
         self._meter = Meter(self._config.uplink_bytes_per_s, self._config.downlink_bytes_per_s)
         self._links: dict[tuple[str, Lane], Link] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -72,14 +77,11 @@ class GrpcTransport:
 
     async def start(self, handler: Handler) -> None:
         """Begin to listen. Raises InvalidConfigError if the port cannot be had."""
-        service = GrpcService(self.peer_id, handler, self._config, self._meter)
+        service = GrpcService(self.peer_id, handler, self._config, self._meter, self._admit)
         server = grpc.aio.server(options=server_options(self._config))
         server.add_generic_rpc_handlers((service.rpc_handlers(),))
-        tls = grpc.ssl_server_credentials(
-            [(self._credentials.key_pem, self._credentials.certificate_pem)],
-            root_certificates=self._credentials.authority_pem,
-            require_client_auth=True,
-        )
+        # Asked at every handshake: a certificate that is renewed is shown from the next connection on.
+        tls = grpc.dynamic_ssl_server_credentials(self._shown(), self._shown, require_client_authentication=True)
         try:
             port = server.add_secure_port(_join(self._host, self._port), tls)
         except RuntimeError as error:
@@ -134,6 +136,16 @@ class GrpcTransport:
 
     async def forget(self, peer_id: str) -> None:
         await asyncio.gather(*(self._retire(key) for key in list(self._links) if key[0] == peer_id))
+
+    def use_credentials(self, credentials: Credentials) -> None:
+        """Show these to peers from the next connection on; those that are open stay. They must be of the same peer."""
+        if credentials.peer_id != self.peer_id:
+            raise CredentialsError(f"{self.peer_id} cannot become {credentials.peer_id}")
+        self._credentials = credentials
+
+    def _shown(self) -> Any:
+        pair = (self._credentials.key_pem, self._credentials.certificate_pem)
+        return grpc.ssl_server_certificate_configuration([pair], root_certificates=self._credentials.authority_pem)
 
     def _link(self, peer: Peer, lane: Lane) -> Link:
         if self._stopped:

@@ -69,7 +69,8 @@ def build(graph: bytes, nodes: int) -> tuple[list[type], str]:
                 compute=ComputeThread(threads=1, relative_speed=1.0),
                 device="cpu",
                 memory_bytes=MEMORY,
-                on_failure=lambda error: None,
+                held=None,
+                on_failure=lambda error, peer: None,
             )
         )
     return [type(message) for message in requester.asked], str(failure.value)

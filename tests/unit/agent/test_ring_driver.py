@@ -234,12 +234,17 @@ def nan_chunk() -> bytearray:
     return bytearray(torch.full((6,), float("nan")).numpy().tobytes())
 
 
+def absurd_chunk() -> bytearray:
+    return bytearray(torch.full((6,), 1e8).numpy().tobytes())
+
+
 @pytest.mark.parametrize(
     ("buffer", "dtype", "reason"),
     [
         (bytearray(4), "float32", "has 4 bytes, not 24"),
         (bytearray(24), "float64", "dtype float64"),
         (nan_chunk(), "float32", "not finite"),
+        (absurd_chunk(), "float32", "values of size 5e+07, at most 1000 are believed"),
     ],
 )
 def test_a_chunk_that_cannot_be_averaged_ends_the_round_and_is_laid_at_its_senders_door(

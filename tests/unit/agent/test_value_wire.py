@@ -10,7 +10,7 @@ from torch import Tensor
 
 from roost.agent.value_wire import PackedValues, ValueWire, WireValue
 from roost.config import BYTES_PER_ENCODED_BYTE, TensorCodec
-from roost.errors import MalformedMessageError
+from roost.errors import MalformedMessageError, NonFiniteLossError
 from roost.pipeline.host_buffers import host_buffers
 from roost.pipeline.tensor_bytes import ordered_spec_of
 
@@ -76,13 +76,13 @@ def test_values_of_evaluations_are_exact(codec: TensorCodec) -> None:
     assert torch.equal(found[HIDDEN], value)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 2.0**126])
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), 2.0**126])
 def test_a_value_with_what_cannot_be_encoded_travels_as_it_is(bad: float) -> None:
     value = normal(40, 40)
     value[3, 3] = bad
     packed, found = sent(TensorCodec.INT8, {HIDDEN: value})
     assert packed.codecs == ()
-    assert torch.equal(found[HIDDEN].nan_to_num(nan=12.5), value.nan_to_num(nan=12.5))
+    assert torch.equal(found[HIDDEN], value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
@@ -108,8 +108,14 @@ def test_a_small_value_that_would_grow_travels_as_it_is() -> None:
 def announced(codec: TensorCodec = TensorCodec.INT8, **changes: Any) -> dict[int, WireValue]:
     """Return what a receiver takes from a message about one coded value and its label, with some of it changed."""
     packed = wire(codec).pack({HIDDEN: normal(40, 40), LABEL: torch.arange(4)}, training=True)
-    fields: dict[str, Any] = {"specs": packed.specs, "chosen": packed.codecs, "buffers": packed.buffers, "expected": [HIDDEN, LABEL]}
-    return wire(changes.pop("receiver", codec)).arrived(**{**fields, "training": True, **changes})
+    fields: dict[str, Any] = {
+        "specs": packed.specs,
+        "chosen": packed.codecs,
+        "buffers": packed.buffers,
+        "expected": [HIDDEN, LABEL],
+        "sender": "liar",
+    }
+    return wire(changes.pop("receiver", codec)).arrived(**{**fields, "training": True, "sender": "liar", **changes})
 
 
 def test_what_was_announced_is_taken() -> None:
@@ -122,13 +128,13 @@ def test_what_was_announced_is_taken() -> None:
         ({"receiver": TensorCodec.FP16}, "codec int8"),
         ({"receiver": TensorCodec.NONE}, "codec int8"),
         ({"training": False}, "codec int8"),
-        ({"chosen": (TensorCodec.INT8, TensorCodec.INT8)}, "value '8' came with codec int8"),
-        ({"chosen": (TensorCodec.INT8,)}, "1 codecs announced"),
+        ({"chosen": (TensorCodec.INT8, TensorCodec.INT8)}, "value '8' came from liar with codec int8"),
+        ({"chosen": (TensorCodec.INT8,)}, "liar announced 2 tensors with 1 codecs"),
         ({"chosen": ()}, "1628 bytes, not 6400"),
         ({"chosen": (TensorCodec.NONE, TensorCodec.NONE)}, "bytes, not"),
         ({"buffers": [b"", b""]}, "0 bytes, not 1628"),
-        ({"buffers": [b""]}, "1 sent"),
-        ({"expected": [HIDDEN]}, "'8' is not one that crosses here"),
+        ({"buffers": [b""]}, "and sent 1"),
+        ({"expected": [HIDDEN]}, "'8' from liar is not one that crosses here"),
     ],
 )
 def test_a_peer_that_announces_what_cannot_be_is_refused(changes: dict[str, Any], reason: str) -> None:
@@ -142,6 +148,28 @@ def test_a_scale_that_makes_numbers_that_are_not_finite_is_refused(codec: Tensor
     packed = wire(codec).pack({HIDDEN: normal(40, 40)}, training=True)
     buffer = bytearray(packed.buffers[0])
     buffer[:4] = torch.tensor([scale]).view(torch.uint8).numpy().tobytes()
-    value = WireValue(spec=packed.specs[0], codec=codec, buffer=buffer)
-    with pytest.raises(MalformedMessageError, match="not finite"):
+    value = WireValue(spec=packed.specs[0], codec=codec, buffer=buffer, sender="liar")
+    with pytest.raises(MalformedMessageError, match="from liar encodes numbers that are not finite"):
         wire(codec).unpack({HIDDEN: value})
+
+
+def test_a_value_with_a_nan_that_carries_a_gradient_is_refused_and_its_sender_named() -> None:
+    plain = wire(TensorCodec.NONE)
+    values = normal(40, 40)
+    values[3, 7] = float("nan")
+    for training in (True, False):
+        packed = plain.pack({HIDDEN: values, LABEL: torch.full((4,), float("nan"))}, training=training)
+        found = plain.arrived(packed.specs, packed.codecs, packed.buffers, [HIDDEN, LABEL], training=training, sender="liar")
+        if training:
+            with pytest.raises(NonFiniteLossError, match="liar sent value '[0-9]+' with a NaN"):
+                plain.unpack(found)
+        else:
+            assert bool(plain.unpack(found)[HIDDEN].isnan().any())
+
+
+def test_infinities_that_are_meant_may_cross() -> None:
+    plain = wire(TensorCodec.NONE)
+    scores = normal(4, 4).masked_fill(torch.ones(4, 4).triu(1) > 0, float("-inf"))
+    packed = plain.pack({HIDDEN: scores}, training=True)
+    found = plain.unpack(plain.arrived(packed.specs, packed.codecs, packed.buffers, [HIDDEN], training=True))
+    assert torch.equal(found[HIDDEN], scores)

@@ -10,7 +10,7 @@ import torch
 from capture_models import EXAMPLES, accuracy, evaluate, example, train_step, training_tensors
 from torch import Tensor, nn
 
-from roost.capture.cut import cut, legal_cuts
+from roost.capture.cut import cut, legal_cuts, tensor_positions
 from roost.capture.export import Captured, capture
 from roost.capture.graph_format import from_bytes, to_bytes
 from roost.capture.program import DATA_SOURCE
@@ -127,6 +127,20 @@ def test_every_tensor_of_the_graph_has_exactly_one_owner() -> None:
     programs = cut(captured.graph, [0, *legal_cuts(captured.graph), len(captured.graph.nodes)])
     owned = [record.name for program in programs for record in program.tensors]
     assert owned == [record.name for record in captured.graph.tensors]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_the_positions_of_a_tensor_tell_who_owns_and_who_shares_it_in_any_cut(name: str, stages: int) -> None:
+    graph = example(name).captured().graph
+    positions = tensor_positions(graph)
+    rng = random.Random(stages)
+    for _ in range(3):
+        for program in cut(graph, [0, *sorted(rng.sample(legal_cuts(graph), stages - 1)), len(graph.nodes)]):
+            owned = {tensor for tensor, found in positions.items() if program.start <= found[0] < program.stop}
+            needed = {tensor for tensor, found in positions.items() if any(program.start <= at < program.stop for at in found)}
+            assert owned == {record.name for record in program.tensors}
+            assert needed == owned | {record.name for record in program.shared}
 
 
 def test_labels_enter_at_the_first_stage_and_reach_the_last_without_a_gradient() -> None:

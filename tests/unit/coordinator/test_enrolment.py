@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from roost.coordinator.enrolment import EnrolmentServer, issue_join_token
+from roost.coordinator.enrolment import MAX_FROM_ONE_HOST, EnrolmentServer, issue_join_token
 from roost.coordinator.store import Store
 from roost.errors import (
     CredentialsError,
@@ -268,6 +268,24 @@ def test_garbage_plain_text_and_slow_clients_do_not_hold_up_a_joiner(desk: Desk)
                 writer.close()
             await asyncio.wait_for(desk.join("node-1"), 2)
             for _, writer in (*silent, *slow):
+                writer.close()
+
+    asyncio.run(scene())
+
+
+def test_a_flood_of_silent_connections_from_one_host_does_not_hold_up_joiners_from_another(desk: Desk) -> None:
+    async def scene() -> None:
+        async with desk.open():
+            flood = [
+                await asyncio.open_connection("127.0.0.1", desk.server.port, local_addr=("127.0.0.2", 0)) for _ in range(MAX_FROM_ONE_HOST)
+            ]
+            for _ in range(20):
+                # The last ones may still wait to be accepted: what is over the limit is closed once they all have been.
+                reader, writer = await asyncio.open_connection("127.0.0.1", desk.server.port, local_addr=("127.0.0.2", 0))
+                assert await reader.read() == b""
+                writer.close()
+            assert (await desk.join("node-1")).credentials.peer_id == "node-1"
+            for _, writer in flood:
                 writer.close()
 
     asyncio.run(scene())

@@ -175,3 +175,36 @@ def test_a_database_of_another_version_is_refused(tmp_path: Path) -> None:
 def test_a_database_that_is_not_open_says_so(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfigError, match="not open"):
         Store(tmp_path / "roost.db").peers()
+
+
+def test_a_database_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -> None:
+    path = tmp_path / "roost.db"
+    with Store(path) as store:
+        redeem(store, store.issue_token(Role.NODE, now=0.0, ttl_s=60))
+    old = sqlite3.connect(path)
+    for statement in (
+        "ALTER TABLE tokens DROP COLUMN replaces",
+        "ALTER TABLE peers DROP COLUMN expires_at",
+        "ALTER TABLE peers DROP COLUMN revoked_at",
+        "DROP TABLE revoked_keys",
+        "PRAGMA user_version = 1",
+    ):
+        old.execute(statement)
+    old.commit()
+    old.close()
+    with Store(path) as store:
+        assert [(peer.peer_id, peer.expires_at, peer.revoked_at) for peer in store.peers()] == [("node-1", None, None)]
+        assert not store.is_revoked("k1")
+        store.revoke("node-1", now=5.0)
+        assert store.is_revoked("k1")
+
+
+def test_a_key_that_another_process_revokes_is_known_at_once(store: Store, tmp_path: Path) -> None:
+    redeem(store, store.issue_token(Role.NODE, now=0.0, ttl_s=60))
+    assert not store.is_revoked("k1")
+    with Store(tmp_path / "state" / "roost.db") as other:
+        assert other.revoke("node-1", now=5.0).revoked_at == 5.0
+        assert other.revoke("node-1", now=6.0).revoked_at == 5.0
+    assert store.is_revoked("k1")
+    with pytest.raises(InvalidConfigError, match="no peer called 'node-2'"):
+        store.revoke("node-2", now=5.0)

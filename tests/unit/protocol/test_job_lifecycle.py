@@ -17,6 +17,7 @@ TO_STATE: dict[JobState, tuple[life.JobEvent, ...]] = {
     JobState.AVERAGING: (*START, life.TrainingDrained()),
     JobState.EVALUATING: (*START, life.TrainingDrained(), life.ClustersAveraged()),
     JobState.SAVING: (*START, life.TrainingDrained(), life.ClustersAveraged(), life.EvaluationFinished()),
+    JobState.REPAIRING: (*START, life.PlanBroken()),
 }
 
 
@@ -94,3 +95,19 @@ def test_nothing_moves_a_job_that_has_ended(end: JobState) -> None:
     for event in (life.NodesReady(), life.CancelRequested(), life.FaultOccurred(reason="r")):
         with pytest.raises(IllegalTransitionError):
             job.handle(event)
+
+
+@pytest.mark.parametrize("state", [JobState.PREPARING, JobState.TRAINING, JobState.AVERAGING, JobState.EVALUATING, JobState.SAVING])
+def test_a_plan_that_breaks_is_repaired_and_the_job_goes_on_training_whatever_it_was_doing(state: JobState) -> None:
+    job = job_in(state)
+    assert job.handle(life.PlanBroken()) == [JobInstruction.REPAIR]
+    assert job.state is JobState.REPAIRING
+    assert job.handle(life.PlanBroken()) == [JobInstruction.REPAIR]
+    assert job.handle(life.PlanRepaired()) == [JobInstruction.GO_ON]
+    assert job.state is JobState.TRAINING
+
+
+def test_a_job_that_is_cancelled_while_it_is_repaired_stops_leasing_afterwards() -> None:
+    job = job_in(JobState.REPAIRING)
+    assert job.handle(life.CancelRequested()) == []
+    assert job.handle(life.PlanRepaired()) == [JobInstruction.GO_ON, JobInstruction.STOP_LEASING]
