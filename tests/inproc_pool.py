@@ -70,6 +70,7 @@ class InprocPool:
         self.network = InprocNetwork()
         self.agents: dict[str, Agent] = {}
         self.coordinator: Coordinator | None = None
+        self._store: Store | None = None
 
     def when_sent(self, node_id: str, due: Callable[[Message], bool], action: Callable[[], None]) -> None:
         """Do something just before a node sends each message that is `due`."""
@@ -79,6 +80,25 @@ class InprocPool:
         """End a node as SIGKILL would."""
         self.network.kill(node_id)
         self._tasks[node_id].cancel()
+
+    async def restart_coordinator(self) -> None:
+        """End the coordinator as SIGKILL would, and start another with what is on the disk."""
+        self.network.kill("coordinator")
+        assert self.coordinator is not None and self._store is not None
+        self._watching.cancel()
+        await self.coordinator.close()
+        self._store.close()
+        self._store.open()
+        await self._start_coordinator()
+
+    async def _start_coordinator(self) -> None:
+        assert self._store is not None
+        hub = InprocTransport("coordinator", Role.COORDINATOR, self.network)
+        self.coordinator = Coordinator(config=CoordinatorConfig(**self._settings), transport=hub, store=self._store)
+        self.coordinator.restore()
+        await hub.start(self.coordinator)
+        self.coordinator.take_over()
+        self._hub, self._watching = hub, asyncio.create_task(self.coordinator.watch())
 
     def start(self, profile: NodeProfile) -> None:
         """Start an agent; one of a node that was killed begins with nothing."""
@@ -92,25 +112,22 @@ class InprocPool:
     @contextlib.asynccontextmanager
     async def enter(self, *, on_failure: Callable[[RoostError], None]) -> AsyncIterator[Membership]:
         """Start everything, yield, and stop everything."""
-        hub = InprocTransport("coordinator", Role.COORDINATOR, self.network)
-        with Store(self._directory / "roost.sqlite") as store:
-            config = CoordinatorConfig(**self._settings)
-            self.coordinator = Coordinator(config=config, transport=hub, store=store)
-            await hub.start(self.coordinator)
-            peer = Peer(peer_id="coordinator", address=hub.address)
-            watching = asyncio.create_task(self.coordinator.watch())
+        with Store(self._directory / "roost.sqlite") as self._store:
+            await self._start_coordinator()
+            peer = Peer(peer_id="coordinator", address="inproc:coordinator")
             for profile in self._nodes:
                 self.start(profile)
             try:
                 requester = InprocTransport("requester", Role.REQUESTER, self.network)
                 yield Membership(transport=requester, coordinator=peer, wait_nodes=self.wait_nodes)
             finally:
-                tasks = [watching, *self._tasks.values()]
+                tasks = [self._watching, *self._tasks.values()]
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
+                assert self.coordinator is not None
                 await self.coordinator.close()
-                await hub.stop()
+                await self._hub.stop()
 
 
 def nodes_for_stages(job: Job, names: list[str]) -> list[NodeProfile]:

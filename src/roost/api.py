@@ -35,7 +35,7 @@ from roost.pipeline.tensor_bytes import spec_of
 from roost.requester.columns import Columns, arrange
 from roost.requester.data import SampleSource
 from roost.requester.huggingface import collator_for
-from roost.requester.pools import LocalPool, Pool, RemotePool
+from roost.requester.pools import Pool, RemotePool
 from roost.requester.run import JobPackage, Observer, Run, new_job_id
 from roost.types import ModelProfile
 from roost.weights.source import MemoryTensors, TensorSource, source_of
@@ -84,6 +84,9 @@ class Defaults:
     check_only: bool = False
     """True: train() starts nothing; it adds the job to `checked` and ends the script as sys.exit() does."""
     checked: list[CheckedJob] = field(default_factory=list)
+    job_only: bool = False
+    """True: train() starts nothing; it adds the job to `jobs` and ends the script as sys.exit() does."""
+    jobs: list[Job] = field(default_factory=list)
 
 
 Choice = TypeVar("Choice", bound=StrEnum)
@@ -227,6 +230,9 @@ def train(
     """
     defaults = DEFAULTS.get() or Defaults()
     chosen = RemotePool(address=pool) if isinstance(pool, str) else pool if pool is not None else defaults.pool
+    if defaults.job_only:
+        defaults.jobs.append(job)
+        raise SystemExit(0)
     if defaults.check_only:
         defaults.checked.append(check(job))
         raise SystemExit(0)
@@ -277,7 +283,7 @@ def _validation(job: Job, rehearsed: RehearsedJob) -> SampleSource | None:
 
 
 def _paced(pool: Pool | None) -> bool:
-    return isinstance(pool, LocalPool) and pool.paced
+    return bool(getattr(pool, "paced", False))
 
 
 def prepare(job: Job, *, resume: str | Path | None = None, saves: bool = True, paced: bool = False) -> JobPackage:

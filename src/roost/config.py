@@ -361,6 +361,8 @@ class AgentConfig:
     """Address to listen on and to tell peers; empty means the address the coordinator is reached from."""
     port: int = 0
     """Port to listen on; 0 picks a free one."""
+    advertise: str = ""
+    """Host, or host:port, that peers are told instead: that of a router that forwards a port to this machine."""
     state_dir: str = ""
     """Directory for the node's key and certificate."""
     threads: int = 0

@@ -459,6 +459,49 @@ class ReplayedLease:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OwnedLease:
+    """A lease and the cluster that has it, or has done it."""
+
+    cluster: int
+    lease: Lease
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangesRecord:
+    """What of an epoch nobody has leased."""
+
+    epoch: int
+    clusters: tuple[int, ...]
+    own: tuple[tuple[tuple[int, int], ...], ...]
+    """Per cluster, the ranges that are its own, in order."""
+    returned: tuple[tuple[int, int], ...]
+    """Ranges that somebody gave back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseRecord:
+    """Everything a lease book knows, to go on from."""
+
+    phase: str
+    clusters: tuple[int, ...]
+    shares: tuple[float, ...]
+    """Of the clusters, in the same order."""
+    released: tuple[int, ...]
+    next_epoch: int
+    sync_epoch: int
+    kept_epoch: int
+    next_lease: int
+    samples_done: int
+    batches_done: int
+    stopped: bool
+    ranges: tuple[RangesRecord, ...]
+    leased: tuple[OwnedLease, ...]
+    done: tuple[OwnedLease, ...]
+    """Since the last checkpoint."""
+    replayed: tuple[ReplayedLease, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class StageMetrics:
     """What a stage has done so far; counts only grow."""
 

@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "roost"
 RECORDS = {"types", "messages", "codec", "errors", "config"}
 PARTS = {"capture", "planning", "protocol", "pipeline", "averaging", "checkpoint", "metrics", "transport", "weights"}
 """Folders that import records only, never each other."""
-EDGES = {"api", "coordinator", "agent", "requester", "dashboard", "demo"}
+EDGES = {"api", "coordinator", "agent", "requester", "dashboard", "demo", "chaos"}
 """What joins the parts; only the command line is above."""
 PURE = {"planning", "protocol"}
 FORBIDDEN_IN_PURE = {"torch", "asyncio", "socket", "ssl", "select", "threading", "multiprocessing", "subprocess", "time", "os", "io"}

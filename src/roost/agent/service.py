@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -39,6 +40,8 @@ from roost.types import NodeProfile, Peer, Role
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 2.0
+ORPHANED_S = 1800.0
+"""How long a node keeps its stage while no coordinator is there: one that is started again finds it."""
 
 
 class Agent:
@@ -74,7 +77,7 @@ class Agent:
         watching = asyncio.create_task(self._pause.watch(self._paused_or_resumed), name="pause-watch")
         try:
             await self._measure_messages()
-            registered, pause_s = False, RECONNECT_S
+            registered, pause_s, heard = False, RECONNECT_S, time.monotonic()
             while True:
                 try:
                     if registered:
@@ -82,9 +85,12 @@ class Agent:
                     else:
                         pause_s = await self._register()
                         registered = True
+                    heard = time.monotonic()
                     await self._until_heartbeat(pause_s)
                 except TransportError as error:
                     logger.warning("coordinator_unreachable node=%s error=%s", self.node_id, error.message)
+                    if time.monotonic() - heard > ORPHANED_S:
+                        await self._drop_stage("no coordinator has been there for too long")
                     await asyncio.sleep(RECONNECT_S)
                 except JobRefusedError:
                     # The coordinator was started again, or has given this node up: it says what becomes of the stage.

@@ -405,6 +405,9 @@ class StageDriver:
 
         await self._compute.run(apply)
         self._handle(schedules.ComputeFinished())
+        if counters.updates == 1:
+            job = self.assignment
+            logger.info("first_update job=%s node=%s cluster=%d", job.job_id, job.node_id, job.number)
         counters.staleness_max = max(counters.staleness_max, *staleness)
         counters.staleness_sum += sum(staleness)
         self.rings.updated()

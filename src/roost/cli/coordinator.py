@@ -44,6 +44,7 @@ async def _serve(config: CoordinatorConfig, *, tokens: int, json_output: bool) -
         admit = partial(refuse_revoked, store)
         transport = GrpcTransport(credentials, host=config.host, port=port, advertise=config.advertise, admit=admit)
         coordinator = Coordinator(config=config, transport=transport, store=store)
+        coordinator.restore()
         await transport.start(CertificateDesk(coordinator, store=store, authority=authority))
         enrolment = EnrolmentServer(
             store=store,
@@ -60,6 +61,7 @@ async def _serve(config: CoordinatorConfig, *, tokens: int, json_output: bool) -
             node_tokens = [_issue(store, identity, Role.NODE, config.token_ttl_s) for _ in range(tokens)]
             requester_token = _issue(store, identity, Role.REQUESTER, config.token_ttl_s)
             _announce(address, identity, node_tokens, requester_token, json_output=json_output)
+            coordinator.take_over()
             await coordinator.watch()
         finally:
             await enrolment.stop()

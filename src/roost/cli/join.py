@@ -103,6 +103,7 @@ async def _serve(config: AgentConfig, directory: Path, *, address: str, token: s
         ),
         host=config.host or host_towards(enrolment.coordinator.address),
         port=config.port,
+        advertise=config.advertise,
     )
     agent = Agent(config=config, transport=transport, coordinator=enrolment.coordinator, profile=profile)
     declared = " (declared)" if profile.emulated else ""

@@ -108,7 +108,7 @@ def run_up_to_train(script: Path, arguments: Sequence[str], defaults: Defaults) 
 
 
 def _got_there(defaults: Defaults) -> bool:
-    return bool(defaults.prepared or defaults.checked)
+    return bool(defaults.prepared or defaults.checked or defaults.jobs)
 
 
 def _where(script: Path, error: Exception) -> str:

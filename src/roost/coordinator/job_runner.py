@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 from roost import messages as m
 from roost.config import CoordinatorConfig, JobConfig
+from roost.coordinator.job_record import JobRecord, LeaseOperation, replay
 from roost.coordinator.link_probes import measure_links
 from roost.coordinator.node_calls import NodeCalls, first_error, together
 from roost.coordinator.plan_keeper import PlanKeeper
@@ -52,6 +54,10 @@ MOST_SETBACKS = 3
 """Steps in a row that may fail at a synchronisation point, or stages that may fail, before the job does."""
 
 
+RETURN_S = 10.0
+"""How long a coordinator that was started again waits for the nodes of its job: they look for it every other second."""
+ATTEMPTS = 1 << 20
+"""More attempts to save than there are in one generation."""
 SETTLE_S = 1.0
 """Nodes that join one after the other are looked at together."""
 LEASING = frozenset({JobState.TRAINING, JobState.EVALUATING, JobState.REPAIRING})
@@ -85,9 +91,11 @@ class JobRunner:
         on_change: Callable[[JobRunner], None],
         on_lost: Callable[[str, str], None],
         pool: Callable[[], Sequence[NodeProfile]] = tuple,
+        on_record: Callable[[JobRecord], None] = lambda record: None,
+        on_operation: Callable[[LeaseOperation], None] = lambda operation: None,
     ) -> None:
         """`on_change` is told of every move; `on_lost` of a node that could not be reached, and why; `pool` returns the nodes that the
-        job may use now, those it has among them."""
+        job may use now, those it has among them. What `on_record` and `on_operation` are given another process can go on with."""
         self.config: JobConfig = request.config
         self.requester = request.requester
         self.nodes = tuple(nodes)
@@ -97,6 +105,8 @@ class JobRunner:
         self._on_change = on_change
         self._on_lost = on_lost
         self._pool = pool
+        self._on_record = on_record
+        self._on_operation = on_operation
         self.lifecycle = lifecycle.JobLifecycle(self.job_id, evaluates=self.config.validation_samples > 0)
         self.planned: asyncio.Future[Plan] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
@@ -116,11 +126,13 @@ class JobRunner:
         self._moved = asyncio.Event()
         self._order = 0
         self._attempt = 0
+        self._returning: set[str] = set()  # nodes of a job that was restored, until they register
         self._setbacks = 0
         self._started_at: float | None = None
         self._stopped_at: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._steps: set[asyncio.Task[None]] = set()  # those of them that end when the plan breaks
+        self._repairing: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
     # ------------------------------------------------------------ what others ask
@@ -154,7 +166,11 @@ class JobRunner:
         """Return True if the stage that a node says it holds is its own."""
         if message.job_id != self.job_id or self.lifecycle.ended:
             return False
-        return message.cluster >= 0 and self.keeper.number_of(node_id) == message.cluster
+        kept = message.cluster >= 0 and self.keeper.number_of(node_id) == message.cluster
+        if kept:
+            self._returning.discard(node_id)
+            self._moved.set()
+        return kept
 
     def elapsed_s(self) -> float:
         """Return the seconds since training started, 0 before."""
@@ -168,6 +184,45 @@ class JobRunner:
         """Begin: enough nodes have joined."""
         self._spawn(self._report(), "report")
         self.event(lifecycle.NodesReady())
+
+    def restore(self, record: JobRecord, operations: tuple[LeaseOperation, ...], history: Sequence[EpochResult]) -> None:
+        """Take over the job from a coordinator that is no more, before anything of it has started."""
+        self.nodes = record.nodes
+        self.config = replace(self.config, correction=record.correction)
+        self._calls.nodes.update({node.node_id: node for node in record.nodes})
+        self.keeper.restore(record)
+        self._leases = self._make_book(record.plan)
+        self._leases.restore(record.leases)
+        self._grants = dict(replay(self._leases, operations))
+        self._released = set(record.broken)
+        self._repairer = self._make_repairer(self._leases)
+        self._repairer.checkpoint = record.checkpoint
+        self._order, self.repairs = record.order, record.repairs
+        self.progress.history, self.progress.past = list(history), record.past
+        self._started_at = time.monotonic() - record.elapsed_s
+        self.lifecycle = lifecycle.JobLifecycle(
+            self.job_id, evaluates=self.config.validation_samples > 0, state=JobState.REPAIRING, cancelled=record.cancelled
+        )
+        self.planned.set_result(record.plan)
+        self._returning = {stage.node_id for stage in record.plan.stages} - set(record.gone)
+
+    def take_over(self) -> None:
+        """Go on with a job that was restored, as soon as its nodes have said that they are still there."""
+        logger.warning("job_found_again job=%s generation=%d clusters=%d", self.job_id, self.keeper.generation, len(self.keeper.numbers))
+        self._spawn(self._report(), "report")
+        self._spawn(self._await_nodes(), "await-nodes", step=True)
+
+    async def _await_nodes(self) -> None:
+        """Wait until all nodes have come back, or for RETURN_S; those that have not are lost."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RETURN_S):
+                while self._returning:
+                    self._moved.clear()
+                    await self._moved.wait()
+        missing, self._returning = self._returning, set()
+        for node_id in sorted(missing):
+            self.node_lost(node_id, "did not come back to the coordinator")
+        self.event(lifecycle.PlanBroken())
 
     def cancel(self) -> None:
         """Stop as soon as what was begun is done, and save."""
@@ -193,7 +248,34 @@ class JobRunner:
         if self.lifecycle.ended and not self.planned.done():
             self.planned.set_exception(self.error or StageFailedError(f"job {self.job_id} was cancelled before it was planned"))
         self._changed.set()
+        self._write_down()
         self._on_change(self)
+
+    def _write_down(self) -> None:
+        """Let the store keep where the job is, so that another process can go on with it."""
+        if self._leases is None or self._repairer is None or self.plan is None or self.lifecycle.ended:
+            return
+        keeper = self.keeper
+        record = JobRecord(
+            plan=self.plan,
+            numbers=keeper.numbers,
+            next_number=keeper.next_number,
+            broken=tuple(sorted(keeper.broken)),
+            gone=tuple(sorted(keeper.gone)),
+            generation=keeper.generation,
+            built=keeper.built,
+            nodes=tuple(self._calls.nodes.values()),
+            links=tuple(keeper.links),
+            correction=self.config.correction,
+            order=self._order,
+            repairs=self.repairs,
+            cancelled=self.lifecycle.cancelled,
+            checkpoint=self._repairer.checkpoint,
+            elapsed_s=self.elapsed_s(),
+            past=self.progress.past,
+            leases=self._leases.record(),
+        )
+        self._on_record(record)
 
     def lease(self, node_id: str, request: m.LeaseRequest) -> m.LeaseGrant:
         """Return leases for the cluster whose first stage asks. Raises ForbiddenError for any other node."""
@@ -205,7 +287,10 @@ class JobRunner:
         closed = number in self.keeper.broken or (self._repairer is not None and number in self._repairer.draining)
         if self._leases is None or closed or self.state not in LEASING:
             return m.LeaseGrant(leases=(), drained=True)
-        leases, drained = self._leases.request(number, max(1, min(request.want, MAX_LEASES)))
+        want = max(1, min(request.want, MAX_LEASES))
+        leases, drained = self._leases.request(number, want)
+        if leases:
+            self._on_operation(LeaseOperation(cluster=number, want=want, number=request.number))
         for lease in leases:
             if not lease.training:
                 self.progress.lease_given(number, lease)
@@ -219,6 +304,7 @@ class JobRunner:
         if message.cluster in self.keeper.broken:
             raise ForbiddenError(f"the leases of cluster {message.cluster} were given to others")
         self._book.done(message.cluster, message.lease_ids)
+        self._on_operation(LeaseOperation(cluster=message.cluster, done=message.lease_ids))
         if self._repairer is not None:
             self._repairer.drained.set()
         self._check_drained()
@@ -269,6 +355,7 @@ class JobRunner:
         if self._leases is not None and not known:
             self._leases.release(number, "the cluster lost a node")
             self._released.add(number)
+            self._write_down()
         if self.state in MENDABLE and (newly or not known or self.state is not JobState.REPAIRING):
             self.event(lifecycle.PlanBroken())
 
@@ -350,7 +437,7 @@ class JobRunner:
             case lifecycle.JobInstruction.REPAIR:
                 for task in self._steps:
                     task.cancel()
-                self._spawn(self._repair(), "repair", step=True)
+                self._repairing = self._spawn(self._repair(), "repair", step=True)
             case lifecycle.JobInstruction.GO_ON:
                 self._go_on()
             case lifecycle.JobInstruction.END_STAGES:
@@ -373,7 +460,13 @@ class JobRunner:
         self.keeper.begin(plan)
         self.config = replace(self.config, correction=chosen_correction(self.config, plan))
         logger.info("correction_chosen job=%s correction=%s", self.job_id, self.config.correction)
-        self._leases = LeaseBook(
+        self._leases = self._make_book(plan)
+        self._repairer = self._make_repairer(self._leases)
+        self.planned.set_result(plan)
+        self.event(lifecycle.LinksMeasured())
+
+    def _make_book(self, plan: Plan) -> LeaseBook:
+        return LeaseBook(
             samples=self.config.samples,
             validation_samples=self.config.validation_samples,
             shares=tuple(cluster.share for cluster in plan.clusters),
@@ -383,9 +476,6 @@ class JobRunner:
             sync_interval=self.config.sync_interval,
             evaluate=self.config.validation_samples > 0,
         )
-        self._repairer = self._make_repairer(self._leases)
-        self.planned.set_result(plan)
-        self.event(lifecycle.LinksMeasured())
 
     def _make_repairer(self, book: LeaseBook) -> Repairer:
         return Repairer(
@@ -453,7 +543,8 @@ class JobRunner:
         epoch = int(self.epochs_done)
         name = f"epoch-{epoch:04d}" if not self.lifecycle.cancelled else f"stopped-{epoch:04d}"
         self._attempt += 1
-        attempt = self._attempt
+        # A coordinator that takes over counts from 0 again, but with another generation.
+        attempt = self.keeper.generation * ATTEMPTS + self._attempt
         # The cluster that has seen the most data has the best optimizer state; parameters are the same everywhere.
         cluster = max(plan.clusters, key=lambda candidate: candidate.share)
 
@@ -595,16 +686,18 @@ class JobRunner:
         assert self.plan is not None, "asked for only after planning"
         return self.plan
 
-    def _spawn(self, work: Coroutine[Any, Any, None], name: str, *, step: bool = False) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str, *, step: bool = False) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=f"{name}-{self.job_id}")
         self._tasks.add(task)
         if step:
             self._steps.add(task)
         task.add_done_callback(self._task_ended)
+        return task
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         step = task in self._steps
+        repairs = task is self._repairing
         self._steps.discard(task)
         if task.cancelled() or (raised := task.exception()) is None:
             return
@@ -612,7 +705,9 @@ class JobRunner:
         if not isinstance(error, RoostError):
             logger.error("job_task_broke job=%s task=%s", self.job_id, task.get_name(), exc_info=error)
             error = StageFailedError(f"the coordinator failed in {task.get_name()}: {type(error).__name__}: {error}")
-        if step and self.state in MENDABLE and self.state is not JobState.REPAIRING:
+        if step and self.state is JobState.REPAIRING and not repairs:
+            logger.info("step_superseded job=%s task=%s error=%s", self.job_id, task.get_name(), error.message)
+        elif step and self.state in MENDABLE and not repairs:
             self._step_failed(error)
         else:
             self.fail(error)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from roost import messages as m
 from roost.config import CoordinatorConfig, JobConfig
+from roost.coordinator.job_record import JobRecord
 from roost.coordinator.node_calls import NodeCalls, together
 from roost.errors import NodeLostError, RoostError
 from roost.planning.replan import propose_change
@@ -57,6 +58,7 @@ class PlanKeeper:
         self._built = False
         self._told: set[str] = set()  # nodes that were asked to build a stage
         self._quarrels: dict[frozenset[str], int] = {}
+        self._useless: set[frozenset[str]] = set()
 
     # ------------------------------------------------------------ questions
 
@@ -94,17 +96,23 @@ class PlanKeeper:
         self.numbers = tuple(range(len(plan.clusters)))
         self._next_number = len(self.numbers)
 
-    def restore(self, plan: Plan, numbers: Sequence[int], generation: int, next_number: int, links: Iterable[LinkProfile]) -> None:
-        """Take the plan that a coordinator before this one has carried out."""
-        self.plan, self.numbers, self.generation, self._next_number = plan, tuple(numbers), generation, next_number
-        self.links = list(links)
-        self._built = True
-        self._told = {stage.node_id for stage in plan.stages}
+    def restore(self, record: JobRecord) -> None:
+        """Take the plan that a coordinator before this one had carried out."""
+        self.plan, self.numbers, self.generation = record.plan, record.numbers, record.generation
+        self.links = list(record.links)
+        self.broken, self.gone = set(record.broken), set(record.gone)
+        self._next_number, self._built = record.next_number, record.built
+        self._told = {stage.node_id for stage in record.plan.stages}
 
     @property
     def next_number(self) -> int:
         """The number that the next new cluster gets."""
         return self._next_number
+
+    @property
+    def built(self) -> bool:
+        """True once the stages of some plan have all been built."""
+        return self._built
 
     def lose(self, node_id: str) -> int:
         """A node is gone: return the number of the cluster that breaks, -1 if none does."""
@@ -119,12 +127,19 @@ class PlanKeeper:
         """Two nodes cannot reach each other, though both may be there."""
         pair = frozenset((first, second))
         self._quarrels[pair] = self._quarrels.get(pair, 0) + 1
-        if self._quarrels[pair] == QUARRELS:
-            logger.warning("link_useless job=%s first=%s second=%s", self._config.job_id, first, second)
-            self.links += [
-                LinkProfile(source=source, target=target, latency_s=USELESS_LATENCY_S, bytes_per_s=USELESS_BYTES_PER_S)
-                for source, target in ((first, second), (second, first))
-            ]
+        if self._quarrels[pair] >= QUARRELS:
+            self.avoid(first, second)
+
+    def avoid(self, first: str, second: str) -> None:
+        """Use the link between two nodes no more: the planner sees it as useless, and no state is fetched over it."""
+        if frozenset((first, second)) in self._useless:
+            return
+        logger.warning("link_useless job=%s first=%s second=%s", self._config.job_id, first, second)
+        self._useless.add(frozenset((first, second)))
+        self.links += [
+            LinkProfile(source=source, target=target, latency_s=USELESS_LATENCY_S, bytes_per_s=USELESS_BYTES_PER_S)
+            for source, target in ((first, second), (second, first))
+        ]
 
     # ------------------------------------------------------------ the first plan
 
@@ -201,10 +216,13 @@ class PlanKeeper:
         there = {stage.node_id for stage in plan.stages} - self.gone if self._built else set()
         holders: tuple[Holder, ...] = holders_of(plan, self.numbers, set(way.kept.values()), there)
         return {
-            (cluster.index, stage.index): state_of(stage, cluster, holders, self._profile)
+            (cluster.index, stage.index): state_of(stage, cluster, self._reached(stage.node_id, holders), self._profile)
             for cluster in way.changed
             for stage in cluster.stages
         }
+
+    def _reached(self, node_id: str, holders: Sequence[Holder]) -> list[Holder]:
+        return [holder for holder in holders if frozenset((node_id, holder.node_id)) not in self._useless]
 
     def number_clusters(self, way: Transition) -> tuple[int, ...]:
         """Return the numbers of the clusters of the next plan; those that are built anew get new ones."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 import time
@@ -23,9 +24,10 @@ logger = logging.getLogger(__name__)
 
 DRAIN_S = 30.0
 """How long clusters that are to change on purpose may finish what they have leased; then it is leased again."""
-MOST_FAILURES = 5
+MOST_FAILURES = 6
 """Attempts in a row that may fail for another reason than a lost node."""
-RETRY_S = 1.0
+RETRY_S = 0.5
+"""Pause after the first failed attempt; it doubles with each."""
 REQUESTER_S = 10.0
 """Deadline for the requester to take note of a plan."""
 
@@ -98,7 +100,7 @@ class Repairer:
                     raise error from raised
                 failures += 1
                 self._note(error, failures)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(RETRY_S * 2 ** (failures - 1))
 
     def _note(self, error: RoostError, failures: int) -> None:
         if isinstance(error, NodeLostError) and error.node:
@@ -108,6 +110,14 @@ class Repairer:
             raise error
         else:
             logger.warning("repair_failed job=%s error=%s", self._job_id, error.message)
+            self._blame_link(error)
+
+    def _blame_link(self, error: RoostError) -> None:
+        """A node could not reach another one that has what it needs: look for a way without that link."""
+        pairs = itertools.permutations(sorted(self._calls.nodes), 2)
+        pair = next(((one, other) for one, other in pairs if f"node {one} cannot go on: {other} at " in error.message), None)
+        if pair is not None:
+            self._keeper.avoid(*pair)
 
     async def _repair_once(self, order: int, leaving: Collection[str]) -> None:
         keeper = self._keeper

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from roost import messages as m
 from roost.config import CoordinatorConfig
@@ -82,19 +83,45 @@ class Coordinator:
             looked = now
             await self._expire(now)
 
+    def restore(self) -> None:
+        """Find the job again that ran when the coordinator before this one ended; call it before the transport starts.
+
+        One that had not been planned has failed.
+        """
+        for stored in self._store.unfinished_jobs():
+            job_id = stored.config.job_id
+            found = self._store.running(job_id)
+            if found is None or self._job is not None:
+                lost = StageFailedError(f"the coordinator ended before job {job_id} was planned", hint="Submit it again.")
+                self._store.set_state(job_id, m.JobState.FAILED, now=time.time(), error=failed_from(lost))
+                self._store.forget_running(job_id)
+                continue
+            request, record, operations = found
+            self._job = self._make_job(request, record.nodes)
+            self._job.restore(record, operations, self._store.history(job_id))
+            self._requester_heard = time.monotonic()
+
+    def take_over(self) -> None:
+        """Go on with the job that was found again; call it once the transport has started."""
+        if self._job is not None:
+            self._job.take_over()
+
     async def close(self) -> None:
-        """End the running job, telling its requester and its nodes, and the wait for nodes of one that was submitted."""
+        """Stop. A job that is planned goes on without a coordinator, and is found again by the next one; nodes are not waited for."""
         if self._submission is not None:
             await self._withdraw(self._submission)
         job = self._job
         if job is None:
             return
         if not job.lifecycle.ended:
-            hint = "Start it again, then the job with resume= and its last checkpoint."
-            job.fail(StageFailedError("the coordinator was stopped", hint=hint))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S):
-                await job.ended.wait()
+            if job.plan is None:
+                job.fail(StageFailedError("the coordinator was stopped", hint="Start it again, then submit the job again."))
+            else:
+                logger.warning("job_left job=%s hint=%r", job.job_id, "start the coordinator again with the same state directory")
+        if job.lifecycle.ended:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await job.ended.wait()
         await job.close()
 
     # ------------------------------------------------------------ messages
@@ -246,20 +273,27 @@ class Coordinator:
             nodes = await self._wait_for_nodes(message, submission)
             self._check_versions(message.torch_version, nodes)
             self._store.add_job(message.config, now=time.time())
-            self._job = job = JobRunner(
-                request=message,
-                nodes=nodes,
-                config=self._config,
-                transport=self._transport,
-                on_change=self._job_changed,
-                on_lost=self._node_unreachable,
-                pool=self._usable,
-            )
+            self._store.add_request(message.config.job_id, message)
+            self._job = job = self._make_job(message, nodes)
         finally:
             self._submission = None
         job.start()
         plan = await asyncio.shield(job.planned)
         return m.JobAccepted(plan=plan, nodes=job.nodes)
+
+    def _make_job(self, request: m.SubmitJob, nodes: Sequence[NodeProfile]) -> JobRunner:
+        job_id = request.config.job_id
+        return JobRunner(
+            request=request,
+            nodes=nodes,
+            config=self._config,
+            transport=self._transport,
+            on_change=self._job_changed,
+            on_lost=self._node_unreachable,
+            pool=self._usable,
+            on_record=partial(self._store.set_record, job_id),
+            on_operation=partial(self._store.add_operation, job_id),
+        )
 
     async def _plan(self, sender: Sender, message: m.PlanRequest) -> m.PoolPlan:
         """Return what a job would get. Links are not measured while a job runs: that would slow it, and measure it."""
@@ -339,6 +373,8 @@ class Coordinator:
         self._store.set_state(job.job_id, job.state, now=now, error=failed_from(job.error) if job.error is not None else None)
         for result in job.history[len(self._store.history(job.job_id)) :]:
             self._store.add_result(job.job_id, result, now=now)
+        if job.lifecycle.ended:
+            self._store.forget_running(job.job_id)
 
     def _assign(self, job: JobRunner) -> None:
         """Mark the nodes of a plan as taken while its job runs, and as free afterwards."""

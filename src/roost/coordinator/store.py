@@ -18,11 +18,12 @@ from typing import Any
 
 from roost.codec import decode_record, encode_record
 from roost.config import JobConfig
+from roost.coordinator.job_record import JobRecord, LeaseOperation
 from roost.errors import ForbiddenError, InvalidConfigError, TokenExpiredError, TokenRejectedError, VersionMismatchError
-from roost.messages import Failed, JobState
+from roost.messages import Failed, JobState, SubmitJob
 from roost.types import EpochResult, Plan, Role
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 SECRET_BYTES = 20
 BUSY_S = 5.0
 """How long a statement waits for another process that writes."""
@@ -50,6 +51,10 @@ ALTER TABLE tokens ADD COLUMN replaces TEXT;
 ALTER TABLE peers ADD COLUMN expires_at REAL;
 ALTER TABLE peers ADD COLUMN revoked_at REAL;
 CREATE TABLE revoked_keys (key_hash TEXT PRIMARY KEY, peer_id TEXT NOT NULL, revoked_at REAL NOT NULL) STRICT
+""",
+    2: """
+CREATE TABLE running (job_id TEXT PRIMARY KEY REFERENCES jobs (job_id), request TEXT NOT NULL, record TEXT) STRICT;
+CREATE TABLE journal (entry INTEGER PRIMARY KEY, job_id TEXT NOT NULL, operation TEXT NOT NULL) STRICT
 """,
 }
 """What leads from each version of the schema to the next; a new file begins with version 1, too."""
@@ -263,6 +268,37 @@ class Store:
     def unfinished_jobs(self) -> tuple[StoredJob, ...]:
         """Return the jobs that are neither done nor failed, the oldest first: what a restarted coordinator looks for."""
         return self._jobs("WHERE state NOT IN (?, ?)", tuple(state.value for state in ENDED))
+
+    # ------------------------------------------------------------ what another process goes on with
+
+    def add_request(self, job_id: str, request: SubmitJob) -> None:
+        """Keep what was submitted, as long as the job runs."""
+        self._execute("INSERT OR REPLACE INTO running (job_id, request) VALUES (?, ?)", (job_id, _to_text(request)))
+
+    def set_record(self, job_id: str, record: JobRecord) -> None:
+        """Keep where a job is; the journal begins anew."""
+        with self._transaction() as connection:
+            connection.execute("UPDATE running SET record = ? WHERE job_id = ?", (_to_text(record), job_id))
+            connection.execute("DELETE FROM journal WHERE job_id = ?", (job_id,))
+
+    def add_operation(self, job_id: str, operation: LeaseOperation) -> None:
+        """Add to the journal of a job; it is on the disk when this returns."""
+        self._execute("INSERT INTO journal (job_id, operation) VALUES (?, ?)", (job_id, _to_text(operation)))
+
+    def running(self, job_id: str) -> tuple[SubmitJob, JobRecord, tuple[LeaseOperation, ...]] | None:
+        """Return what was submitted, where the job was, and the journal since then; None if it was not planned yet."""
+        row = next(iter(self._rows("SELECT request, record FROM running WHERE job_id = ?", (job_id,))), None)
+        if row is None or row[1] is None:
+            return None
+        lines = self._rows("SELECT operation FROM journal WHERE job_id = ? ORDER BY entry", (job_id,))
+        operations = tuple(_from_text(LeaseOperation, line[0]) for line in lines)
+        return _from_text(SubmitJob, row[0]), _from_text(JobRecord, row[1]), operations
+
+    def forget_running(self, job_id: str) -> None:
+        """A job has ended: nobody goes on with it."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM running WHERE job_id = ?", (job_id,))
+            connection.execute("DELETE FROM journal WHERE job_id = ?", (job_id,))
 
     def add_result(self, job_id: str, result: EpochResult, now: float) -> None:
         """Record what was reached at a synchronisation point; the same epoch again replaces it.

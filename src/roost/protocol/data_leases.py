@@ -15,7 +15,7 @@ from enum import StrEnum
 
 from roost.errors import ProtocolError
 from roost.protocol.machine import StateMachine
-from roost.types import Lease, ReplayedLease
+from roost.types import Lease, LeaseRecord, OwnedLease, RangesRecord, ReplayedLease
 
 Range = tuple[int, int]
 """Positions in the order of an epoch, half-open."""
@@ -69,6 +69,20 @@ class RangeQueue:
         if self._own.get(cluster):
             return self._own[cluster].popleft()
         return max(self._own.values(), key=len).pop()
+
+    def record(self, epoch: int) -> RangesRecord:
+        """Return all that is left, to be filled in again with `restore`."""
+        return RangesRecord(
+            epoch=epoch,
+            clusters=tuple(self._own),
+            own=tuple(tuple(own) for own in self._own.values()),
+            returned=tuple(self._returned),
+        )
+
+    def restore(self, record: RangesRecord) -> None:
+        """Fill in what `record` says."""
+        self._own = {cluster: deque(own) for cluster, own in zip(record.clusters, record.own, strict=True)}
+        self._returned = deque(record.returned)
 
     def put_back(self, span: Range) -> None:
         """Make a range available again, before all others."""
@@ -297,6 +311,42 @@ class LeaseBook:
         self._machine.move(EvaluationDropped())
         self._queues.clear()
         self._leased.clear()
+
+    def record(self) -> LeaseRecord:
+        """Return everything that `restore` needs."""
+        return LeaseRecord(
+            phase=self.phase,
+            clusters=tuple(self._shares),
+            shares=tuple(self._shares.values()),
+            released=tuple(sorted(self._released)),
+            next_epoch=self._next_epoch,
+            sync_epoch=self._sync_epoch,
+            kept_epoch=self._kept_epoch,
+            next_lease=self._next_lease,
+            samples_done=self._samples_done,
+            batches_done=self._batches_done,
+            stopped=self._stopped,
+            ranges=tuple(queue.record(epoch) for epoch, queue in self._queues.items()),
+            leased=tuple(OwnedLease(cluster=cluster, lease=lease) for cluster, lease in self._leased.values()),
+            done=tuple(OwnedLease(cluster=cluster, lease=lease) for cluster, lease in self._done.values()),
+            replayed=tuple(self._replayed),
+        )
+
+    def restore(self, record: LeaseRecord) -> None:
+        """Go on from where the book was that `record` was taken of; it was made with the same arguments."""
+        self._machine = StateMachine("leases", LeasePhase(record.phase), TRANSITIONS)
+        self._shares = dict(zip(record.clusters, record.shares, strict=True))
+        self._released = set(record.released)
+        self._next_epoch, self._sync_epoch, self._kept_epoch = record.next_epoch, record.sync_epoch, record.kept_epoch
+        self._next_lease, self._samples_done, self._batches_done = record.next_lease, record.samples_done, record.batches_done
+        self._stopped = record.stopped
+        self._queues = {}
+        for ranges in record.ranges:
+            self._queues[ranges.epoch] = RangeQueue()
+            self._queues[ranges.epoch].restore(ranges)
+        self._leased = {owned.lease.lease_id: (owned.cluster, owned.lease) for owned in record.leased}
+        self._done = {owned.lease.lease_id: (owned.cluster, owned.lease) for owned in record.done}
+        self._replayed = list(record.replayed)
 
     def _note_replay(self, leases: Iterable[tuple[int, Lease]], reason: str) -> None:
         self._replayed += [ReplayedLease(lease=lease, cluster=cluster, reason=reason) for cluster, lease in leases if lease.training]

@@ -146,11 +146,11 @@ TRANSITIONS: dict[JobState, dict[type[object], JobState | tuple[JobState, ...]]]
 class JobLifecycle:
     """Where one job is. `handle` is the only way to move it."""
 
-    def __init__(self, job_id: str, *, evaluates: bool, state: JobState = JobState.SUBMITTED) -> None:
-        """`state` is where a job is that a coordinator finds again."""
+    def __init__(self, job_id: str, *, evaluates: bool, state: JobState = JobState.SUBMITTED, cancelled: bool = False) -> None:
+        """`state` is where a job is that a coordinator finds again, and `cancelled` whether it was asked to stop."""
         self._evaluates = evaluates
         self._machine = StateMachine(f"job {job_id}", state, TRANSITIONS)
-        self.cancelled = False
+        self.cancelled = cancelled
 
     @property
     def state(self) -> JobState:

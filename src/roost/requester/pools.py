@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -138,7 +139,7 @@ class LocalPool:
             process = ChildProcess(name, root / f"{name}.log", on_failure)
             processes.append(process)
             environment = {"ROOST_TOKEN": ready["node_tokens"][index], "OMP_NUM_THREADS": str(options.threads)}
-            await process.start(_join_arguments(ready["address"], name, options, root), environment)
+            await process.start(join_arguments(ready["address"], name, options, root), environment)
         enrolment = await enrol(
             ready["address"], ready["requester_token"], name="requester", state_dir=root / "requester", deadline_s=ENROL_S
         )
@@ -146,7 +147,8 @@ class LocalPool:
         return Membership(transport=transport, coordinator=enrolment.coordinator, wait_nodes=len(self._nodes))
 
 
-def _join_arguments(address: str, name: str, options: NodeOptions, root: Path) -> list[str]:
+def join_arguments(address: str, name: str, options: NodeOptions, root: Path) -> list[str]:
+    """Return the arguments of `roost` that start a node of this machine, with its state directory under `root`."""
     arguments = ["join", address, "--name", name, "--state-dir", str(root / name), "--host", "127.0.0.1", "--exit-with-parent"]
     arguments += ["--threads", str(options.threads)]
     memory = parse_bytes(options.memory)
@@ -166,10 +168,12 @@ def _join_arguments(address: str, name: str, options: NodeOptions, root: Path) -
 class ChildProcess:
     """One `roost` process that ends when this process does: it watches the pipe that is its standard input."""
 
-    def __init__(self, name: str, log: Path, on_failure: Callable[[RoostError], None]) -> None:
+    def __init__(self, name: str, log: Path, on_failure: Callable[[RoostError], None], *, module: str = "roost") -> None:
+        """`on_failure` hears of it if it ends without having been stopped; `module` is what Python runs."""
         self._name = name
         self._log = log
         self._on_failure = on_failure
+        self._module = module
         self._process: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
         self._stopping = False
@@ -180,7 +184,7 @@ class ChildProcess:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
-                "roost",
+                self._module,
                 *arguments,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -190,6 +194,18 @@ class ChildProcess:
                 start_new_session=True,
             )
         self._watch = asyncio.create_task(self._report_end(), name=f"watch-{self._name}")
+
+    @property
+    def pid(self) -> int:
+        """The process's id. Only after `start`."""
+        assert self._process is not None, "start() first"
+        return self._process.pid
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send it a signal; one that has ended gets none."""
+        assert self._process is not None, "start() first"
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
 
     async def first_line(self) -> dict[str, Any]:
         """Return the JSON object of its first line. Raises StageFailedError if it ends or is silent."""

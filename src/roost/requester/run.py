@@ -9,6 +9,7 @@ import re
 import secrets
 import sys
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,7 +51,8 @@ SUBMIT_MARGIN_S = 120.0
 """Time for probing links and planning, on top of the time nodes have to join."""
 HEARTBEAT_S = 1.0
 HEARTBEAT_DEADLINE_S = 5.0
-LOST_AFTER_FAILURES = 10
+COORDINATOR_AWAY_S = 600.0
+"""How long a run waits for a coordinator that does not answer: nodes go on training, and it may be started again."""
 FAREWELL_S = 5.0
 """How long a requester that gives up tries to tell the coordinator."""
 KEPT_CHECKPOINTS = 3
@@ -370,22 +372,26 @@ class Run:
         self._planned.set()
 
     async def _send_heartbeats(self, transport: Transport, coordinator: Peer) -> None:
-        failures = 0
+        heard = time.monotonic()
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
                 await transport.call(coordinator, m.RequesterHeartbeat(job_id=self.job_id), deadline_s=HEARTBEAT_DEADLINE_S)
-                failures = 0
+                heard = time.monotonic()
             except JobRefusedError:
                 # Until the submission has arrived the coordinator knows nothing of the job.
                 if self._planned.is_set():
                     self._fail(StageFailedError(f"the coordinator {coordinator.address} does not know the job any more"))
                     return
             except TransportError as error:
-                failures += 1
                 logger.warning("coordinator_unreachable job=%s error=%s", self.job_id, error.message)
-            if failures >= LOST_AFTER_FAILURES:
-                self._fail(StageFailedError(f"the coordinator {coordinator.address} has not answered {failures} heartbeats in a row"))
+            if (away_s := time.monotonic() - heard) > COORDINATOR_AWAY_S:
+                self._fail(
+                    StageFailedError(
+                        f"the coordinator {coordinator.address} has not answered for {away_s:.0f} s",
+                        hint="Start it again with the same state directory, then the job with resume= and its last checkpoint.",
+                    )
+                )
                 return
 
     async def _pass_cancel_on(self, transport: Transport, coordinator: Peer) -> None:

@@ -45,7 +45,9 @@ class GrpcTransport:
         advertise: str = "",
         admit: Admit | None = None,
     ) -> None:
-        """Listens on `host`:`port` (0 picks a free one) once started; tells peers `advertise` instead of `host` if given.
+        """Listens on `host`:`port` (0 picks a free one) once started.
+
+        Tells peers `advertise` if given: a host in place of `host`, or host:port in place of both.
 
         `admit` is asked for every message that arrives, and raises to refuse the peer.
         """
@@ -88,7 +90,7 @@ class GrpcTransport:
             raise InvalidConfigError(f"{self.peer_id} cannot listen on {self._host} port {self._port}: {error}") from error
         await server.start()
         self._server, self._service = server, service
-        self._address = _join(self._advertise or self._host, port)
+        self._address = self._advertise if ADDRESS.fullmatch(self._advertise) else _join(self._advertise or self._host, port)
         logger.info("listening node=%s address=%s", self.peer_id, self._address)
 
     async def stop(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import random
@@ -20,7 +21,7 @@ from roost.api import prepare
 from roost.errors import NodeLostError
 from roost.messages import Message
 from roost.planning.planner import make_plan
-from roost.requester.run import Run
+from roost.requester.run import Run, RunMetrics
 from roost.types import LinkProfile, NodeProfile
 
 EPOCHS = 3
@@ -140,3 +141,24 @@ def test_a_job_that_no_node_comes_back_for_fails_and_says_who_was_lost(tmp_path:
     lose_one(pool, ["a", "b"], 9)
     with pytest.raises(NodeLostError, match="went away, and no other node came within"):
         roost.train(job, pool).wait(60)
+
+
+@pytest.mark.parametrize("state", [m.JobState.TRAINING, m.JobState.AVERAGING, m.JobState.EVALUATING, m.JobState.SAVING])
+def test_a_coordinator_that_is_killed_and_started_again_finds_its_job(tmp_path: Path, state: m.JobState) -> None:
+    job = job_of(tmp_path, averaging_interval=4, validation=images(48, seed=2))
+    pool = InprocPool(small_nodes(job, ["a", "b", "c", "d"], clusters=2), tmp_path)
+    restarts: list[asyncio.Task[None]] = []
+
+    class Watcher:
+        def planned(self, *_: object) -> None:
+            """Nothing to see yet."""
+
+        def updated(self, metrics: RunMetrics) -> None:
+            if metrics.state is state and metrics.epochs_done >= 1 and not restarts:
+                restarts.append(asyncio.get_running_loop().create_task(pool.restart_coordinator()))
+
+    run = finished(roost.train(job, pool, observer=Watcher()))
+    assert restarts and restarts[0].exception() is None
+    assert len(run.metrics().history) == EPOCHS
+    assert max(trained_samples(run).values(), default=1) == 1
+    assert run.metrics().history[-1].samples == EPOCHS * SAMPLES

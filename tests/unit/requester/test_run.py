@@ -180,11 +180,12 @@ def test_a_killed_node_that_is_missed_ends_the_run_with_its_name(tmp_path: Path)
 
 def test_a_coordinator_that_is_gone_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("roost.requester.run.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("roost.requester.run.COORDINATOR_AWAY_S", 0.2)
     pool = one_node(tmp_path)
     observer = At(lambda metrics: metrics.samples > 0, lambda: pool.network.kill("coordinator"))
     error = failure(roost.train(long_job(tmp_path), pool, observer=observer))
     assert error.code == "R603"
-    assert "the coordinator inproc:coordinator has not answered 10 heartbeats in a row" in error.message
+    assert "the coordinator inproc:coordinator has not answered for" in error.message
 
 
 def test_an_observer_that_raises_neither_hangs_nor_ends_the_run(tmp_path: Path) -> None:
