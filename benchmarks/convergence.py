@@ -3,8 +3,8 @@
 A character GPT of eight blocks is trained on Python's own help topics as a pipeline of eight stages, one block each, with one
 micro-batch per update (`--per-update`): the largest delay there is, 7 updates at the first stage. Every correction, and synchronous
 training (1F1B with flush), sees the same samples in the same order, three seeds each, with AdamW, a warm-up and a cosine to zero. The
-learning rate of each is the best of the same RATES, by the median validation loss of runs of SEARCH_SHARE of the length (and with the
-schedule that belongs to it). With two clusters each sees half of the samples, and stages average every 16 updates in the background, one
+learning rate of each is the best of `--rates`, by the median validation loss of runs of SEARCH_SHARE of the length (and with the schedule
+that belongs to it); by default it is the one that such a search found. With two clusters each sees half of the samples, and stages average every 16 updates in the background, one
 round lasting eight updates; rates are those found with one cluster. The baseline there is synchronous training in two clusters.
 
 The stages are real (StageRunner), and so is what decides their order (PipelineSchedule); all run in one process under an exact clock.
@@ -38,8 +38,10 @@ from roost.pipeline.allocator import keep_freed_memory
 SEEDS = (1, 2, 3)
 RATES = (1e-3, 3e-3, 1e-2)
 SEARCH_SHARE = 0.125
-MICRO_BATCHES = 6_720
-"""Per seed: three seeds make 20,160 in every run."""
+MICRO_BATCHES = 20_160
+"""Per seed."""
+DEFAULT_RATES = (3e-3,)
+"""The best of RATES for synchronous training and for the default correction, in runs of 6,720 micro-batches."""
 EVALUATIONS = 24
 ROUND_UPDATES = 8
 WARM_UP = 0.05
@@ -233,9 +235,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="check that it runs: two minutes, figures mean nothing")
     parser.add_argument("--micro-batches", type=int, default=MICRO_BATCHES, help="per seed")
-    parser.add_argument("--corrections", nargs="*", default=list(CORRECTIONS), help="names, joined ones with '+'")
-    parser.add_argument("--rates", nargs="*", type=float, default=list(RATES))
-    parser.add_argument("--default", default=JobConfig.correction, help="the correction that async_over_sync is about")
+    parser.add_argument("--corrections", nargs="*", default=["none", "nesterov"], help=f"of {', '.join(CORRECTIONS)}; joined ones with '+'")
+    parser.add_argument("--rates", nargs="*", type=float, default=list(DEFAULT_RATES), help=f"to find all: {' '.join(map(str, RATES))}")
+    parser.add_argument("--default", default="nesterov", help="the correction that async_over_sync is about")
     parser.add_argument("--per-update", type=int, default=1, help="micro-batches per update: more make the delay smaller")
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
     parser.add_argument("--picture", type=Path, default=PICTURE)

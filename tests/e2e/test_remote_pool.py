@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,20 +87,22 @@ def memory(directory: Path) -> int:
 
 
 class When:
-    """An observer that signals processes once samples have been trained."""
+    """An observer that kills a process once samples have been trained, and then does something else on a thread of its own."""
 
-    def __init__(self, *commands: Command, number: signal.Signals = signal.SIGKILL) -> None:
-        self._commands = list(commands)
-        self._number = number
+    def __init__(self, command: Command, *, then: Callable[[], None]) -> None:
+        self._command = command
+        self._then = then
+        self.killed: threading.Thread | None = None
 
     def planned(self, plan: Plan, nodes: tuple[NodeProfile, ...], profile: ModelProfile) -> None:
         """Nothing."""
 
     def updated(self, metrics: RunMetrics) -> None:
-        """Signal them at the first update with samples."""
-        if metrics.samples:
-            while self._commands:
-                self._commands.pop().signal(self._number)
+        """Kill it at the first update with samples."""
+        if metrics.samples and self.killed is None:
+            self._command.signal(signal.SIGKILL)
+            self.killed = threading.Thread(target=self._then)
+            self.killed.start()
 
 
 def test_a_script_trains_on_two_machines_that_joined(network: Network, machine: Machine, tmp_path: Path) -> None:
@@ -188,19 +191,33 @@ def test_a_loss_that_is_no_number_ends_the_job_for_the_requester(network: Networ
     assert caught.value.code == "R601"
 
 
-def test_a_killed_node_is_named_and_the_others_take_the_next_job(network: Network, tmp_path: Path) -> None:
+def test_a_job_waits_for_a_killed_node_that_its_model_needs_and_goes_on_when_it_is_back(network: Network, tmp_path: Path) -> None:
     victim = network.nodes.pop("shed")
-    pool = network.pool(tmp_path / "requester")
-    run = roost.train(deep_job(tmp_path / "checkpoints", samples=400, epochs=100_000), pool, observer=When(victim))
-    with pytest.raises(RoostError, match="shed") as caught:
-        run.wait(30)
-    assert caught.value.code in ("R602", "R603")
+    lent = memory(tmp_path)
+
+    def start_again() -> None:
+        victim.wait()
+        # Started again with the same command line: its certificate was kept.
+        network.join("shed", lent, network.node_tokens[NAMES.index("shed")])
+
+    watch = When(victim, then=start_again)
+    job = deep_job(tmp_path / "checkpoints", samples=400, epochs=40, sync_interval=10)
+    run = roost.train(job, network.pool(tmp_path / "requester"), observer=watch).wait(START_S)
+    assert watch.killed is not None
+    watch.killed.join(START_S)
+    assert run.metrics().epochs_done == 40.0
+    # Nobody else had the weights that were lost with the node.
+    assert run.replayed
+    assert {node.node_id for node in run.nodes} == set(NAMES)
+
+
+def test_a_node_that_is_killed_without_a_job_is_not_counted_on(network: Network, tmp_path: Path) -> None:
+    victim = network.nodes.pop("shed")
+    victim.signal(signal.SIGKILL)
     victim.wait()
-    survivor = roost.train(small_job(tmp_path / "checkpoints"), network.pool(tmp_path / "requester", nodes=1))
-    assert [node.node_id for node in survivor.nodes] == ["desk"]
+    survivor = roost.train(small_job(tmp_path / "checkpoints", max_clusters=1), network.pool(tmp_path / "requester", nodes=1))
     assert survivor.wait(START_S).metrics().epochs_done == 2.0
-    # Started again with the same command line: its certificate was kept.
-    assert run.plan is not None
-    network.join("shed", run.plan.stages[0].memory_available_bytes, network.node_tokens[NAMES.index("shed")])
+    assert survivor.plan is not None and {stage.node_id for stage in survivor.plan.stages} == {"desk"}
+    network.join("shed", memory(tmp_path), network.node_tokens[NAMES.index("shed")])
     both = roost.train(deep_job(tmp_path / "checkpoints", epochs=1), network.pool(tmp_path / "requester", nodes=2)).wait(START_S)
     assert {node.node_id for node in both.nodes} == set(NAMES)

@@ -17,7 +17,7 @@ from roost.errors import DeadlineError, PeerUnreachableError, RoostError
 from roost.messages import Failed, Message
 from roost.transport.dispatch import answer, check_role, deliver, error_from
 from roost.transport.framing import Assembler, PackedMessage, pack
-from roost.transport.interface import Buffer, Handler, Lane, Reply, Sender, Traffic
+from roost.transport.interface import Buffer, Handler, Lane, Reply, Sender, StreamWatcher, Traffic
 from roost.transport.meter import Meter
 from roost.types import Peer, Role
 
@@ -89,6 +89,10 @@ class VirtualStream(Passage):
     def _note_loss(self) -> None:
         if self._under_way:
             self._network.note("lost", self.source.peer_id, self.target.peer_id, self._under_way)
+        assert self.error is not None
+        source = self.source
+        # Not from within whatever has cut it, and on the sender's own machine.
+        self._network.loop.call_soon(source.stream_broke, self, self.error, context=source.machine.context)
 
     def _wake_all(self) -> None:
         while self._waiting:
@@ -114,6 +118,7 @@ class VirtualTransport:
         self._locks: dict[tuple[str, Lane], asyncio.Lock] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._stopping = False
+        self._watcher: StreamWatcher = lambda peer_id, lane, error: None
 
     @property
     def peer_id(self) -> str:
@@ -126,6 +131,16 @@ class VirtualTransport:
     @property
     def traffic(self) -> Traffic:
         return self._meter.traffic
+
+    def watch_streams(self, watcher: StreamWatcher) -> None:
+        self._watcher = watcher
+
+    def stream_broke(self, stream: VirtualStream, error: RoostError) -> None:
+        """Tell the watcher, unless the stream was closed here or somebody is sending on it, who hears it from that."""
+        for key, known in list(self._streams.items()):
+            if known is stream and not self._locks[key].locked() and not self._stopping and self._handler is not None:
+                del self._streams[key]
+                self._watcher(*key, error)
 
     async def start(self, handler: Handler) -> None:
         self._network.join(self, self.known_as)

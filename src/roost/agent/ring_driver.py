@@ -180,6 +180,12 @@ class RingDriver:
         )
         self._events.put_nowait(event)
 
+    def peer_lost(self, peer_id: str) -> None:
+        """What was sent to `peer_id` may be lost: give up a round that waits for others."""
+        if peer_id in self._segment.members and self._member.deadline is not None:
+            reason = f"the stream to {peer_id} broke"
+            self._events.put_nowait(rounds.ChunkRefused(round=self._member.round, reason=reason, now=time.monotonic()))
+
     def _terms(self, sender: str, number: int, base: int, codec: TensorCodec) -> rounds.RoundTerms:
         """Return how a round goes that `sender` speaks of.
 

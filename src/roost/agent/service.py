@@ -34,7 +34,7 @@ from roost.errors import (
     TransportError,
 )
 from roost.pipeline.allocator import release_freed_memory
-from roost.transport.interface import Buffer, Sender, Transport
+from roost.transport.interface import Buffer, Lane, Sender, Transport
 from roost.types import NodeProfile, Peer, Role
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class Agent:
     async def run(self) -> None:
         """Serve until cancelled: register, send heartbeats, and register again whenever the coordinator comes back."""
         self._compute.start()
+        self._transport.watch_streams(self._stream_broke)
         if self._pause.look():
             self._paused_or_resumed(self._pause.paused)
         await self._transport.start(self)
@@ -294,6 +295,16 @@ class Agent:
         logger.debug("message_dropped node=%s sender=%s type=%s", self.node_id, sender.peer_id, type(message).__name__)
 
     # ------------------------------------------------------------ ends
+
+    def _stream_broke(self, peer_id: str, lane: Lane, error: RoostError) -> None:
+        """What was sent last to a peer may be lost: its cluster, or the round, cannot go on as if it had come."""
+        driver = self._driver
+        if driver is None or driver.held:
+            return
+        if lane is Lane.AVERAGING:
+            driver.rings.peer_lost(peer_id)
+        elif peer_id in {stage.node_id for stage in driver.assignment.cluster.stages}:
+            self._stage_failed(driver.assignment, error, peer_id)
 
     def _stage_failed(self, assignment: Assignment, error: BaseException, peer: str) -> None:
         failure = failure_of(error, self.node_id)

@@ -134,6 +134,11 @@ class StageRings:
             driver.chunk_arrived(sender, message, buffer)
         return driver is not None
 
+    def peer_lost(self, peer_id: str) -> None:
+        """What was sent to a member may be lost: rounds that need it are given up now, not when their deadline has passed."""
+        for driver in self._drivers.values():
+            driver.peer_lost(peer_id)
+
     def _driver(self, segment: int, generation: int) -> RingDriver | None:
         return self._drivers.get(segment) if generation == self._assignment.generation else None
 

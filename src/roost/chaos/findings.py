@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -15,8 +16,10 @@ from roost.chaos.schedule import FaultKind
 
 LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) \S+ \S+ (\w+) (.*)$")
 FIELD = re.compile(r"(\w+)=(\S+)")
-SETTLING_S = 20.0
+SETTLING_S = 4.0
 """A change of the plan that comes later than this after the end of a fault has another reason."""
+KILLED_S = 30.0
+"""A killed node is always replaced; a change of the plan up to so much later is for that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +42,6 @@ class Recovery:
     did not have to change."""
     replanned: bool
     """True if the plan was changed because of it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterRate:
-    """How fast clusters that were not touched were while another was repaired."""
-
-    before: float
-    """Samples per second of these clusters before the fault."""
-    during: float
-    """While the fault was repaired."""
 
 
 def logged(paths: Iterable[Path], events: frozenset[str]) -> list[LoggedEvent]:
@@ -82,18 +75,36 @@ def recorded(path: Path) -> list[dict[str, Any]]:
 
 
 def recoveries(incidents: Sequence[Incident], changes: Sequence[float], updates: Sequence[float]) -> list[Recovery]:
-    """Return what every incident came to; `changes` are Unix times of new plans, `updates` of first updates of new clusters."""
+    """Return what every incident came to.
+
+    `changes` are Unix times of new plans, `updates` of first updates of clusters that were built anew; both ascending. A restart is
+    over with the first update after it; a job goes on without its coordinator, so that needs no repair.
+    """
     found = []
     for incident in incidents:
-        latest = (incident.ended if incident.ended is not None else incident.began) + SETTLING_S
-        # A change of the plan that comes when a node without a stage is back is no repair.
-        change = next((at for at in changes if incident.began <= at <= latest), None) if incident.had_stage else None
-        if incident.kind is FaultKind.RESTART:
-            change = incident.began
+        change = _change_for(incident, changes)
         if change is None:
             found.append(Recovery(incident=incident, seconds=None, replanned=False))
             continue
-        following = next((at for at in changes if at > change), float("inf"))
-        update = next((at for at in updates if change <= at < following or (change <= at and incident.kind is FaultKind.RESTART)), change)
+        following = next((at for at in changes if at > change), math.inf) if incident.kind is not FaultKind.RESTART else math.inf
+        update = next((at for at in updates if change <= at < following), change)
         found.append(Recovery(incident=incident, seconds=update - incident.began, replanned=True))
     return found
+
+
+def _change_for(incident: Incident, changes: Sequence[float]) -> float | None:
+    """Return when a plan came that does without what was hit; None if none had to."""
+    if incident.kind is FaultKind.RESTART:
+        return incident.began
+    # When a node without a stage is back the plan may change, too: that is no repair.
+    if not incident.had_stage or incident.kind is FaultKind.COORDINATOR:
+        return None
+    ended = incident.ended if incident.ended is not None else incident.began
+    latest = incident.began + KILLED_S if incident.kind is FaultKind.KILL else ended + SETTLING_S
+    return next((at for at in changes if incident.began <= at <= latest), None)
+
+
+def percentile(values: Sequence[float], fraction: float) -> float | None:
+    """Return the least of `values` that at least this fraction of them does not exceed; None if there are none."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roost import messages as m
-from roost.transport.interface import Buffer, Handler, Lane, ReceivedBuffer, Reply, Sender, Traffic, Transport
+from roost.transport.interface import Buffer, Handler, Lane, ReceivedBuffer, Reply, Sender, StreamWatcher, Traffic, Transport
 from roost.types import Lease, Peer
 
 
@@ -47,6 +47,9 @@ class LeaseWatch:
     @property
     def traffic(self) -> Traffic:
         return self._transport.traffic
+
+    def watch_streams(self, watcher: StreamWatcher) -> None:
+        self._transport.watch_streams(watcher)
 
     async def start(self, handler: Handler) -> None:
         """Begin to listen, with a note taken of what arrives."""

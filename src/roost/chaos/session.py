@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from roost.api import Job, train
@@ -18,6 +17,7 @@ from roost.chaos.schedule import Fault
 from roost.checkpoint.reader import load_newest
 from roost.config import NodeOptions
 from roost.errors import CheckpointError, RoostError
+from roost.requester.data import SampleSource
 from roost.requester.run import Run
 from roost.types import EpochResult
 
@@ -77,6 +77,7 @@ class ChaosSession:
         module: str = "roost",
     ) -> None:
         """Everything is kept in `directory`; `module` is what Python runs for a node; `on_incident` hears of faults on another thread."""
+        self._samples = len(SampleSource(job.data, what="the training data", collate=job.collate))
         self._job = replace(job, checkpoint_dir=str(directory / "checkpoints"))
         self._pool = BreakablePool(nodes, directory / "pool", module=module)
         self._chaos = ChaosPool(self._pool, faults, on_incident=on_incident)
@@ -94,7 +95,7 @@ class ChaosSession:
                 self._wait(run)
             except RoostError as raised:
                 error = "" if self._chaos.restarting else str(raised)
-            resume = self._newest(run) if self._chaos.restarting else None
+            resume = self._newest() if self._chaos.restarting else None
             self._close_part(run, resume)
             if not self._chaos.restarting:
                 return self._result(error)
@@ -110,7 +111,7 @@ class ChaosSession:
                 continue
             return
 
-    def _newest(self, run: Run) -> Path | None:
+    def _newest(self) -> Path | None:
         """Return where the job goes on from: the newest whole checkpoint of any of its runs, None without one."""
         for one in reversed(self._runs):
             directory = Path(self._job.checkpoint_dir) / one.job_id
@@ -148,7 +149,7 @@ class ChaosSession:
             error=error,
             incidents=tuple(self._chaos.incidents),
             recoveries=tuple(recoveries(self._chaos.incidents, changes, updates)),
-            data=account(self._parts, samples=len(self._job.data[0]) if isinstance(self._job.data, tuple) else len(self._job.data)),
+            data=account(self._parts, samples=self._samples),
             history=tuple(self._history),
             seconds=trained[-1] - trained[0] if trained else 0.0,
             crashes=tuple(self._pool.crashes),
@@ -156,14 +157,3 @@ class ChaosSession:
             records=tuple(records),
             memory=self._pool.memory,
         )
-
-
-def percentile(values: Sequence[float], fraction: float) -> float | None:
-    """Return the least of `values` that so many of them are not above; None if there are none."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else None
-
-
-def middle(values: Sequence[float]) -> float | None:
-    """Return the median; None if there are no values."""
-    return median(values) if values else None

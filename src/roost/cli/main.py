@@ -1,4 +1,4 @@
-"""`roost`: coordinator, token, revoke, peers, join, pause, resume, train, plan, check, status, demo."""
+"""`roost`: coordinator, token, revoke, peers, join, pause, resume, train, plan, check, status, chaos, demo."""
 
 from __future__ import annotations
 
@@ -255,6 +255,40 @@ def resume(name: NodeName = "", state_dir: NodeDirectory = None) -> None:
     from roost.cli import pause as command
 
     command.resume(name=name, state_dir=state_dir)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def chaos(
+    context: typer.Context,
+    script: Annotated[str, typer.Argument(help="Python file that calls roost.train(job), or 'demo'.")] = "demo",
+    faults: Annotated[int, typer.Option(help="Faults to inject.")] = 12,
+    minutes: Annotated[float, typer.Option(help="Minutes of training over which they come.")] = 3.0,
+    seed: Annotated[int, typer.Option(help="Draws the faults: the same ones for the same seed.")] = 0,
+    kinds: Annotated[str, typer.Option(help="Kinds, with commas: kill, freeze, cut, blackhole, coordinator, restart; all.")] = "",
+    nodes: Annotated[int, typer.Option(help="Nodes on this machine; the demo has 6.")] = 4,
+    memory: Annotated[str, typer.Option(help="Memory that each lends, such as 64MB; the demo has its own.")] = "0",
+    compare: Annotated[bool, typer.Option("--compare", help="Train once more without faults, and compare the loss.")] = False,
+    directory: Annotated[Path | None, typer.Option(help="Keep logs and checkpoints there.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="End with one JSON line.")] = False,
+) -> None:
+    """Train on local nodes that are killed, frozen and cut off meanwhile, and tell what became of it."""
+    from roost.cli import chaos as command
+
+    set_up_logging(False)
+    request = command.ChaosCommand(
+        script=script,
+        arguments=tuple(context.args),
+        faults=faults,
+        seed=seed,
+        minutes=minutes,
+        kinds=command.parse_kinds(kinds),
+        nodes=nodes,
+        memory=memory,
+        directory=directory,
+        compare=compare,
+        json_output=json_output,
+    )
+    command.run(request)
 
 
 @app.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import grpc
@@ -46,8 +47,20 @@ def open_channel(peer: Peer, credentials: Credentials, config: TransportConfig) 
 class Link:
     """A connection to a peer for one lane. Once it has broken it stays broken, and its owner makes a new one."""
 
-    def __init__(self, own_id: str, peer: Peer, lane: Lane, channel: grpc.aio.Channel, config: TransportConfig, meter: Meter) -> None:
+    def __init__(
+        self,
+        own_id: str,
+        peer: Peer,
+        lane: Lane,
+        channel: grpc.aio.Channel,
+        config: TransportConfig,
+        meter: Meter,
+        *,
+        on_break: Callable[[Link, Lane, RoostError], None],
+    ) -> None:
+        """`on_break` is told when the stream ends while nobody sends on it and it was not closed here."""
         self.peer = peer
+        self._on_break = on_break
         self._own_id = own_id
         self._lane = lane
         self._channel = channel
@@ -65,7 +78,7 @@ class Link:
             if self.broken is not None:
                 raise self.broken
             opening = self._stream is None
-            stream = self._stream = self._stream or SendStream(self._channel)
+            stream = self._stream = self._stream or SendStream(self._channel, on_end=self._stream_ended)
             whole = False
             try:
                 if opening:
@@ -128,6 +141,14 @@ class Link:
                 await stream.finish(FLUSH_S)
         await self._channel.close()
 
+    def _stream_ended(self, stream: SendStream) -> None:
+        """The peer or the network has ended a stream; whoever is sending on it hears it from that."""
+        if stream is not self._stream or self._lock.locked() or self.broken is not None:
+            return
+        self._stream = None
+        stream.cancel()
+        self._on_break(self, self._lane, self._unreachable("the stream has ended"))
+
     async def _reason(self, stream: SendStream) -> RoostError:
         """Return why the peer, or the network, ended the stream."""
         try:
@@ -174,10 +195,11 @@ class Link:
 class SendStream:
     """A long-lived stream of one-way messages. The peer says nothing on it until it ends it, and then at most a `Failed`."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, *, on_end: Callable[[SendStream], None]) -> None:
         self.rpc: Any = channel.stream_stream(SEND_METHOD)()
         # It reads from the start: once a write has failed, grpc no longer gives what the peer had said before.
         self._words = asyncio.get_running_loop().create_task(self._listen())
+        self._words.add_done_callback(lambda task: None if task.cancelled() else on_end(self))
 
     @property
     def ended(self) -> bool:

@@ -13,14 +13,14 @@ import grpc
 import grpc.aio
 
 from roost.config import TransportConfig
-from roost.errors import CredentialsError, DeadlineError, InvalidConfigError, PeerUnreachableError
+from roost.errors import CredentialsError, DeadlineError, InvalidConfigError, PeerUnreachableError, RoostError
 from roost.messages import Message
 from roost.transport.credentials import Credentials
 from roost.transport.framing import PackedMessage, pack
 from roost.transport.grpc_link import Link, open_channel
 from roost.transport.grpc_options import server_options
 from roost.transport.grpc_service import FAREWELL_S, Admit, GrpcService
-from roost.transport.interface import Buffer, Handler, Lane, Reply, Traffic
+from roost.transport.interface import Buffer, Handler, Lane, Reply, StreamWatcher, Traffic
 from roost.transport.meter import Meter
 from roost.transport.shaping import frame_bytes
 from roost.types import Peer
@@ -64,6 +64,7 @@ class GrpcTransport:
         self._service: GrpcService | None = None
         self._address = ""
         self._stopped = False
+        self._watcher: StreamWatcher = lambda peer_id, lane, error: None
 
     @property
     def peer_id(self) -> str:
@@ -76,6 +77,9 @@ class GrpcTransport:
     @property
     def traffic(self) -> Traffic:
         return self._meter.traffic
+
+    def watch_streams(self, watcher: StreamWatcher) -> None:
+        self._watcher = watcher
 
     async def start(self, handler: Handler) -> None:
         """Begin to listen. Raises InvalidConfigError if the port cannot be had."""
@@ -161,8 +165,13 @@ class GrpcTransport:
             link = None
         if link is None:
             channel = open_channel(peer, self._credentials, self._config)
-            link = self._links[key] = Link(self.peer_id, peer, lane, channel, self._config, self._meter)
+            link = self._links[key] = Link(self.peer_id, peer, lane, channel, self._config, self._meter, on_break=self._link_broke)
         return link
+
+    def _link_broke(self, link: Link, lane: Lane, error: RoostError) -> None:
+        self._replace_if_broken(link, lane)
+        if not self._stopped:
+            self._watcher(link.peer.peer_id, lane, error)
 
     def _replace_if_broken(self, link: Link, lane: Lane) -> None:
         key = (link.peer.peer_id, lane)

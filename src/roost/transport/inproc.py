@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from roost.config import TransportConfig
@@ -17,7 +17,7 @@ from roost.errors import DeadlineError, InvalidConfigError, PeerUnreachableError
 from roost.messages import Failed, Message
 from roost.transport.dispatch import answer, check_role, deliver, error_from
 from roost.transport.framing import Assembler, PackedMessage, pack
-from roost.transport.interface import Buffer, Handler, Lane, Reply, Sender, Traffic
+from roost.transport.interface import Buffer, Handler, Lane, Reply, Sender, StreamWatcher, Traffic
 from roost.transport.meter import Meter
 from roost.types import Peer, Role
 
@@ -95,6 +95,7 @@ class Lifeline:
     def __init__(self, pair: frozenset[str]) -> None:
         self.pair = pair
         self.error: RoostError | None = None
+        self.on_cut: Callable[[RoostError], None] = lambda error: None
         self._gone = asyncio.Event()
 
     def cut(self, error: RoostError) -> None:
@@ -102,6 +103,7 @@ class Lifeline:
         if self.error is None:
             self.error = error
             self._gone.set()
+            self.on_cut(error)
 
     async def race(self, work: Awaitable[Result]) -> Result:
         """Return the result of `work`; raise the reason as soon as the lifeline ends before it."""
@@ -141,6 +143,7 @@ class InprocTransport:
         self._workers: set[asyncio.Task[Any]] = set()
         self._running: set[asyncio.Task[Any]] = set()
         self._stopping = False
+        self._watcher: StreamWatcher = lambda peer_id, lane, error: None
 
     @property
     def peer_id(self) -> str:
@@ -153,6 +156,9 @@ class InprocTransport:
     @property
     def traffic(self) -> Traffic:
         return self._meter.traffic
+
+    def watch_streams(self, watcher: StreamWatcher) -> None:
+        self._watcher = watcher
 
     async def start(self, handler: Handler) -> None:
         """Become reachable. Raises InvalidConfigError if the peer id is taken."""
@@ -243,8 +249,14 @@ class InprocTransport:
         if pipe is None:
             target, lifeline = self._network.reach(self.peer_id, peer)
             pipe = self._pipes[key] = Pipe(target, lifeline)
+            pipe.lifeline.on_cut = functools.partial(self._pipe_broke, key, pipe)
             pipe.worker = target.accept(self._identity, pipe)
         return pipe
+
+    def _pipe_broke(self, key: tuple[str, Lane], pipe: Pipe, error: RoostError) -> None:
+        if self._pipes.get(key) is pipe and not pipe.lock.locked() and self._handler is not None and not self._stopping:
+            # Not from within whatever has cut it.
+            asyncio.get_running_loop().call_soon(self._watcher, *key, error)
 
     def _drop(self, peer: Peer, lane: Lane, pipe: Pipe, error: RoostError) -> RoostError:
         if self._pipes.get((peer.peer_id, lane)) is pipe:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from roost.errors import RoostError
 from roost.messages import Message
 from roost.types import Peer, Role
 
@@ -70,6 +71,10 @@ class Handler(Protocol):
         """
 
 
+StreamWatcher = Callable[[str, Lane, RoostError], None]
+"""Is told the peer, the lane, and why a stream to it broke."""
+
+
 class Transport(Protocol):
     """An endpoint: sends messages to peers, and gives what it receives to its handler."""
 
@@ -84,6 +89,12 @@ class Transport(Protocol):
     @property
     def traffic(self) -> Traffic:
         """What it has carried so far."""
+
+    def watch_streams(self, watcher: StreamWatcher) -> None:
+        """Tell `watcher` when a stream that was sent on breaks, unless this endpoint closed it: what was taken last may be lost.
+
+        Without it a sender that has nothing more to send would never know.
+        """
 
     async def start(self, handler: Handler) -> None:
         """Begin to listen and to hand what arrives to `handler`."""

@@ -116,7 +116,7 @@ def test_a_flood_of_connections_without_a_certificate_does_not_stop_those_that_a
 
     async def main() -> None:
         async with scene(tmp_path) as made:
-            attackers = [asyncio.create_task(attack(made.address, number)) for number in range(200)]
+            attackers = [asyncio.create_task(attack(made.address, number)) for number in range(40)]
             await made.exchange()
             for attacker in attackers:
                 attacker.cancel()
