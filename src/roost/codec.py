@@ -25,28 +25,51 @@ MAX_ITEMS = 1 << 20
 """Items of one list."""
 
 
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not allowed")
+
+
+# A coordinator reads and writes thousands of messages a second: what is the same for all of them is made once.
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+@cache
 def _message_types() -> dict[str, type[Message]]:
     return {kind.__name__: kind for kind in Message.__subclasses__()}
+
+
+@cache
+def _field_names(kind: type) -> tuple[str, ...] | None:
+    """Return the names of the fields of a dataclass, None for any other type."""
+    return tuple(item.name for item in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else None
 
 
 def encode(message: Message) -> bytes:
     """Return the JSON of `message`: {"type": ..., "body": ...}. Raises ValueError for a number that is not finite."""
     body = {"type": type(message).__name__, "body": _to_json(message)}
-    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    return _ENCODER.encode(body).encode()
+
+
+_PLAIN = frozenset({str, int, float, bool, type(None)})
 
 
 def _to_json(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {item.name: _to_json(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
     if isinstance(value, tuple):
         return [_to_json(item) for item in value]
-    return value
+    names = _field_names(kind)
+    if names is None:
+        return value
+    return {name: _to_json(getattr(value, name)) for name in names}
 
 
 def decode(data: bytes) -> Message:
     """Return the message in `data`. Raises MalformedMessageError for anything that is not exactly one."""
     try:
-        raw = json.loads(data, parse_constant=_refuse_constant)
+        raw = _DECODER.decode(data.decode(json.detect_encoding(data), "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise MalformedMessageError(f"a message is not JSON: {error}") from error
     if not isinstance(raw, dict) or raw.keys() != {"type", "body"}:
@@ -75,10 +98,6 @@ def encode_record(record: Any) -> Any:
     return _to_json(record)
 
 
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not allowed")
-
-
 Decoder = Callable[[object, str], Any]
 
 
@@ -99,14 +118,13 @@ def _decoder(annotation: Any) -> Decoder:
 
 def _dataclass_decoder(kind: type) -> Decoder:
     hints = typing.get_type_hints(kind)
-    names = [item.name for item in dataclasses.fields(kind)]
-    expected = set(names)
+    parts = [(item.name, f".{item.name}", _decoder(hints[item.name])) for item in dataclasses.fields(kind)]
+    expected = {name for name, _, _ in parts}
 
     def decode_dataclass(raw: object, path: str) -> Any:
         if not isinstance(raw, dict) or raw.keys() != expected:
             raise MalformedMessageError(f"{path}: expected exactly the fields {sorted(expected)}")
-        fields = {name: _decoder(hints[name])(raw[name], f"{path}.{name}") for name in names}
-        return kind(**fields)
+        return kind(**{name: part(raw[name], path + suffix) for name, suffix, part in parts})
 
     return decode_dataclass
 
@@ -133,8 +151,11 @@ def _tuple_decoder(arguments: tuple[Any, ...]) -> Decoder:
 
 def _union_decoder(arguments: tuple[Any, ...]) -> Decoder:
     options = [_decoder(argument) for argument in arguments]
+    nullable = type(None) in arguments
 
     def decode_union(raw: object, path: str) -> Any:
+        if raw is None and nullable:
+            return None
         reason: MalformedMessageError | None = None
         for option in options:
             try:
@@ -174,7 +195,7 @@ def _scalar_decoder(annotation: Any) -> Decoder:
             if math.isfinite(number):
                 return number
         elif annotation is str and isinstance(raw, str):
-            if len(raw) <= MAX_STRING and _is_text(raw):
+            if len(raw) <= MAX_STRING and (raw.isascii() or _is_text(raw)):
                 return raw
         elif annotation is int and type(raw) is int:
             if -(2**63) <= raw < 2**63:

@@ -237,6 +237,8 @@ class PlanningConfig:
         require(0 < self.effort <= 100, f"effort {self.effort} must be in (0, 100]")
 
 
+LEAVE_FILE = "leaving"
+"""In a node's state directory: made by `roost leave`; the node gives its stage to another, removes the file and ends."""
 PAUSE_FILE = "paused"
 """In a node's state directory: while it is there, the node computes nothing (`roost pause`)."""
 BYTES_PER_S_OF_MBIT = 1e6 / 8

@@ -18,11 +18,11 @@ from roost.agent.builder import build_stage
 from roost.agent.compute import ComputeThread
 from roost.agent.links import measure_links
 from roost.agent.message_probe import MessageProbe
-from roost.agent.pause import PauseSwitch
-from roost.agent.reporter import patiently
+from roost.agent.reporter import AWAY, patiently
 from roost.agent.stage_driver import StageDriver, failure_of
 from roost.agent.state_transfer import state_reply
-from roost.config import AgentConfig
+from roost.agent.switches import OwnerSwitch
+from roost.config import LEAVE_FILE, PAUSE_FILE, AgentConfig
 from roost.errors import (
     DeadlineError,
     ForbiddenError,
@@ -40,6 +40,8 @@ from roost.types import NodeProfile, Peer, Role
 logger = logging.getLogger(__name__)
 
 RECONNECT_S = 2.0
+LEAVE_S = 600.0
+"""How long another node may take to take over the stage of one that leaves."""
 ORPHANED_S = 1800.0
 """How long a node keeps its stage while no coordinator is there: one that is started again finds it."""
 
@@ -55,7 +57,9 @@ class Agent:
         lines = [line for line in (config.uplink_bytes_per_s, config.downlink_bytes_per_s) if line]
         self._message_probe = MessageProbe(transport, line_bytes_per_s=min(lines, default=0.0))
         self._compute = ComputeThread(threads=profile.threads, relative_speed=config.relative_speed)
-        self._pause = PauseSwitch(config.state_dir)
+        self._pause = OwnerSwitch(config.state_dir, PAUSE_FILE)
+        self._leave = OwnerSwitch(config.state_dir, LEAVE_FILE)
+        self._left = False
         self._news = asyncio.Event()  # something that the coordinator should hear of before the next heartbeat is due
         self._driver: StageDriver | None = None
         self._before: StageDriver | None = None
@@ -69,17 +73,21 @@ class Agent:
         return self._config.node_id
 
     async def run(self) -> None:
-        """Serve until cancelled: register, send heartbeats, and register again whenever the coordinator comes back."""
+        """Serve until cancelled, or until the node has left: register, send heartbeats, register again when the coordinator comes back."""
         self._compute.start()
         self._transport.watch_streams(self._stream_broke)
         if self._pause.look():
-            self._paused_or_resumed(self._pause.paused)
+            self._paused_or_resumed(self._pause.on)
         await self._transport.start(self)
-        watching = asyncio.create_task(self._pause.watch(self._paused_or_resumed), name="pause-watch")
+        self._leave.clear()
+        watching = [
+            asyncio.create_task(self._pause.watch(self._paused_or_resumed), name="pause-watch"),
+            asyncio.create_task(self._leave.watch(lambda on: self.leave() if on else None), name="leave-watch"),
+        ]
         try:
             await self._measure_messages()
             registered, pause_s, heard = False, RECONNECT_S, time.monotonic()
-            while True:
+            while not self._left:
                 try:
                     if registered:
                         await self._heartbeat()
@@ -97,12 +105,31 @@ class Agent:
                     # The coordinator was started again, or has given this node up: it says what becomes of the stage.
                     registered = False
         finally:
-            watching.cancel()
-            for task in self._ending:
+            for task in (*watching, *self._ending):
                 task.cancel()
+            self._leave.clear()
             await self._drop_stage("the agent stops")
             await self._transport.stop()
             self._compute.stop()
+
+    def leave(self) -> None:
+        """Give the stage to another node, if there is one, and then end; nothing changes if the job cannot do without this node."""
+        task = asyncio.create_task(self._give_up_stage(), name="leave")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _give_up_stage(self) -> None:
+        logger.warning("leaving node=%s", self.node_id)
+        try:
+            await self._transport.call(self._coordinator, m.LeaveRequest(), deadline_s=LEAVE_S)
+        except AWAY as error:
+            logger.warning("left_without_word node=%s error=%s", self.node_id, error.message)
+        except RoostError as error:
+            logger.error("cannot_leave node=%s error=%s hint=%r", self.node_id, error.message, error.hint)
+            self._leave.clear()
+            return
+        self._left = True
+        self._news.set()
 
     def _paused_or_resumed(self, paused: bool) -> None:
         (self._compute.pause if paused else self._compute.resume)()
@@ -128,7 +155,7 @@ class Agent:
             roost_version=roost.__version__,
             torch_version=torch.__version__,
             profile=self._profile,
-            paused=self._pause.paused,
+            paused=self._pause.on,
             job_id=job.job_id if job is not None else "",
             cluster=job.number if job is not None else -1,
             generation=job.generation if job is not None else 0,
@@ -145,7 +172,7 @@ class Agent:
     async def _heartbeat(self) -> None:
         driver = self._driver
         job_id = driver.assignment.job_id if driver is not None else ""
-        message = m.Heartbeat(job_id=job_id, metrics=driver.metrics() if driver is not None else None, paused=self._pause.paused)
+        message = m.Heartbeat(job_id=job_id, metrics=driver.metrics() if driver is not None else None, paused=self._pause.on)
         await self._transport.call(self._coordinator, message)
 
     # ------------------------------------------------------------ calls

@@ -58,15 +58,11 @@ class RelayedLinks:
     async def listen(self, name: str, port: int) -> str:
         """Relay to the endpoint `name`, which listens on `port` of this machine; return the address that leads there."""
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None, "asyncio runs this as a task"
+        def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            # A task that asyncio makes of this itself would be reported when it is cancelled.
+            task = asyncio.create_task(self._relay(name, port, reader, writer))
             self._tasks.add(task)
-            try:
-                await self._relay(name, port, reader, writer)
-            finally:
-                self._tasks.discard(task)
-                writer.transport.abort()
+            task.add_done_callback(self._tasks.discard)
 
         server = await asyncio.start_server(serve, LOOPBACK, 0)
         self._servers[name] = server
@@ -104,6 +100,12 @@ class RelayedLinks:
     # ------------------------------------------------------------ connections
 
     async def _relay(self, name: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await self._join_ends(name, port, reader, writer)
+        finally:
+            writer.transport.abort()
+
+    async def _join_ends(self, name: str, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         dialler = await asyncio.to_thread(self._owner, writer.get_extra_info("peername")[1])
         pair = frozenset((dialler, name))
         gate = self._gate(pair)

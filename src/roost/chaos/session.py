@@ -15,7 +15,7 @@ from roost.chaos.injector import ChaosPool, Incident
 from roost.chaos.pool import COORDINATOR, BreakablePool, MemoryCurve
 from roost.chaos.schedule import Fault
 from roost.checkpoint.reader import load_newest
-from roost.config import NodeOptions
+from roost.config import NodeOptions, require
 from roost.errors import CheckpointError, RoostError
 from roost.requester.data import SampleSource
 from roost.requester.run import Run
@@ -24,7 +24,7 @@ from roost.types import EpochResult
 CALM_S = 10.0
 """After the last fault it trains on for so long before it is stopped."""
 POLL_S = 0.5
-LOGGED_EVENTS = frozenset({"first_update", "round_applied", "plan_installed", "round_abandoned"})
+LOGGED_EVENTS = frozenset({"first_update", "round_applied", "plan_installed", "round_abandoned", "registered"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class ChaosSession:
         module: str = "roost",
     ) -> None:
         """Everything is kept in `directory`; `module` is what Python runs for a node; `on_incident` hears of faults on another thread."""
-        self._samples = len(SampleSource(job.data, what="the training data", collate=job.collate))
+        self._directory = directory
         self._job = replace(job, checkpoint_dir=str(directory / "checkpoints"))
         self._pool = BreakablePool(nodes, directory / "pool", module=module)
         self._chaos = ChaosPool(self._pool, faults, on_incident=on_incident)
@@ -86,10 +86,20 @@ class ChaosSession:
         self._history: list[EpochResult] = []
 
     def run(self) -> ChaosResult:
-        """Train until the job is over, or stop it once all faults are. Raises RoostError if it cannot even be started."""
+        """Train until the job is over, or stop it once all faults are.
+
+        Raises RoostError if it cannot even be started, InvalidConfigError if the directory is not empty: an earlier session would go on.
+        """
+        empty = not self._directory.exists() or not any(self._directory.iterdir())
+        require(empty, f"{self._directory} must be a new or an empty directory")
         error, resume = "", None
         while True:
-            run = train(self._job, self._chaos, resume=resume, observer=self._chaos)
+            try:
+                run = train(self._job, self._chaos, resume=resume, observer=self._chaos)
+            except RoostError as raised:
+                if not self._runs:
+                    raise
+                return self._result(f"it could not be started again: {raised}")
             self._runs.append(run)
             try:
                 self._wait(run)
@@ -139,6 +149,7 @@ class ChaosSession:
         self._history += [line for line in metrics.history if line.epoch <= max(end, start)]
 
     def _result(self, error: str) -> ChaosResult:
+        samples = len(SampleSource(self._job.data, what="the training data", collate=self._job.collate))
         logs = logged([self._pool.log_of(name) for name in (*self._pool.names, COORDINATOR)], LOGGED_EVENTS)
         records = [event for run in self._runs for event in recorded(Path(self._job.checkpoint_dir) / run.job_id / "events.jsonl")]
         changes = [float(event["time"]) for event in records if event["event"] in ("plan_changed", "planned")]
@@ -149,7 +160,7 @@ class ChaosSession:
             error=error,
             incidents=tuple(self._chaos.incidents),
             recoveries=tuple(recoveries(self._chaos.incidents, changes, updates)),
-            data=account(self._parts, samples=self._samples),
+            data=account(self._parts, samples=samples),
             history=tuple(self._history),
             seconds=trained[-1] - trained[0] if trained else 0.0,
             crashes=tuple(self._pool.crashes),

@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 from rich.console import Console
@@ -21,6 +22,9 @@ from roost.transport.enrolment_client import Enrolment, enrol_once
 from roost.transport.grpc_transport import GrpcTransport
 from roost.transport.renewal import renewing
 from roost.types import Role
+
+if TYPE_CHECKING:
+    from roost.agent.service import Agent
 
 ENROL_S = 20.0
 LEAST_MESSAGE_BYTES = 64 << 20
@@ -47,8 +51,19 @@ def node_dirs() -> Path:
 def run(config: AgentConfig, *, address: str, token: str, exit_with_parent: bool) -> None:
     """Enrol if a token is given, measure the machine, and serve until stopped."""
     directory = Path(config.state_dir)
+    running: list[Agent] = []
+
+    def leave() -> bool:
+        """Give the stage to another node first, unless whoever started this process ends it."""
+        if exit_with_parent or not running:
+            return False
+        Console(highlight=False).print("leaving: another node takes over what this one has; Ctrl+C again stops at once")
+        running[0].leave()
+        return True
+
     with _only_agent(directory, config.node_id):
-        run_until_stopped(_serve(config, directory, address=address, token=token), exit_with_parent=exit_with_parent)
+        work = _serve(config, directory, address=address, token=token, running=running)
+        run_until_stopped(work, exit_with_parent=exit_with_parent, on_first_interrupt=leave)
 
 
 @contextlib.contextmanager
@@ -71,7 +86,7 @@ def _only_agent(directory: Path, name: str) -> Iterator[None]:
         lock.release()
 
 
-async def _serve(config: AgentConfig, directory: Path, *, address: str, token: str) -> None:
+async def _serve(config: AgentConfig, directory: Path, *, address: str, token: str, running: list[Agent]) -> None:
     if token:
         enrolment = await enrol_once(address, token, name=config.node_id, state_dir=directory, deadline_s=ENROL_S)
     else:
@@ -106,6 +121,7 @@ async def _serve(config: AgentConfig, directory: Path, *, address: str, token: s
         advertise=config.advertise,
     )
     agent = Agent(config=config, transport=transport, coordinator=enrolment.coordinator, profile=profile)
+    running.append(agent)
     declared = " (declared)" if profile.emulated else ""
     Console(highlight=False).print(
         f"node {config.node_id}: {profile.flop_per_s / 1e9:.1f} GFLOP/s, {format_bytes(profile.memory_bytes)}{declared}; "

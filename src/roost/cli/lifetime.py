@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 try:
@@ -29,10 +30,15 @@ def stop_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def run_until_stopped(work: Coroutine[Any, Any, None], *, exit_with_parent: bool) -> None:
-    """Run `work`; a request to stop cancels it and returns normally once it has cleaned up. What it raises is raised."""
+def run_until_stopped(
+    work: Coroutine[Any, Any, None], *, exit_with_parent: bool, on_first_interrupt: Callable[[], bool] = lambda: False
+) -> None:
+    """Run `work`; a request to stop cancels it and returns normally once it has cleaned up. What it raises is raised.
+
+    `on_first_interrupt` is called at the first Ctrl+C; if it returns True, `work` is to end by itself, and only a second one stops it.
+    """
     allow_many_files()
-    asyncio.run(_supervise(work, exit_with_parent=exit_with_parent))
+    asyncio.run(_supervise(work, exit_with_parent=exit_with_parent, on_first_interrupt=on_first_interrupt))
 
 
 def allow_many_files() -> None:
@@ -47,13 +53,19 @@ def allow_many_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def _supervise(work: Coroutine[Any, Any, None], *, exit_with_parent: bool) -> None:
+async def _supervise(work: Coroutine[Any, Any, None], *, exit_with_parent: bool, on_first_interrupt: Callable[[], bool]) -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    interrupts = itertools.count()
+
+    def interrupted() -> None:
+        if next(interrupts) > 0 or not on_first_interrupt():
+            stop.set()
+
+    for number, handle in ((signal.SIGINT, interrupted), (signal.SIGTERM, stop.set)):
         # Windows has no signal handlers on the loop: there Ctrl+C raises KeyboardInterrupt out of asyncio.run.
         with contextlib.suppress(NotImplementedError):
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, handle)
     if exit_with_parent:
         threading.Thread(target=_watch_parent, args=(loop, stop), name="parent-watch", daemon=True).start()
     task = asyncio.create_task(work, name="main")

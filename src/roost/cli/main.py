@@ -1,4 +1,4 @@
-"""`roost`: coordinator, token, revoke, peers, join, pause, resume, train, plan, check, status, chaos, demo."""
+"""`roost`: coordinator, token, revoke, peers, join, pause, resume, leave, train, plan, check, status, chaos, demo."""
 
 from __future__ import annotations
 
@@ -255,6 +255,14 @@ def resume(name: NodeName = "", state_dir: NodeDirectory = None) -> None:
     from roost.cli import pause as command
 
     command.resume(name=name, state_dir=state_dir)
+
+
+@app.command()
+def leave(name: NodeName = "", state_dir: NodeDirectory = None) -> None:
+    """Take a node of this machine back: another node takes over its stage, then its agent ends."""
+    from roost.cli import pause as command
+
+    command.leave(name=name, state_dir=state_dir)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -1,4 +1,4 @@
-"""`roost pause` and `roost resume`: the owner of a machine stops its node from computing, and lets it go on."""
+"""`roost pause`, `roost resume` and `roost leave`: the owner stops a node from computing, lets it go on, or takes it back."""
 
 from __future__ import annotations
 
@@ -10,20 +10,31 @@ from rich.console import Console
 from rich.markup import escape
 
 from roost.cli.join import AGENT_LOCK, node_dirs
-from roost.config import PAUSE_FILE
+from roost.config import LEAVE_FILE, PAUSE_FILE
 from roost.errors import CredentialsError, InvalidConfigError
 
 
 def pause(*, name: str, state_dir: Path | None) -> None:
     """Pause the node. Raises InvalidConfigError if it is not clear which one, or if its agent does not run."""
     directory = _node_dir(name, state_dir)
-    if not _runs(directory):
-        raise InvalidConfigError(f"no agent runs with the state directory {directory}", hint="Start it with 'roost join'; then pause it.")
-    try:
-        os.close(os.open(directory / PAUSE_FILE, os.O_CREAT | os.O_WRONLY, 0o600))
-    except OSError as error:
-        raise CredentialsError(f"{directory} cannot be written to: {error}", hint="Only the owner of a node can pause it.") from error
+    _make(directory, PAUSE_FILE)
     _say(directory, "paused: it finishes what it computes now, and computes nothing more until 'roost resume'")
+
+
+def leave(*, name: str, state_dir: Path | None) -> None:
+    """Let the node give its stage to another and end. Raises InvalidConfigError if it is not clear which one, or if none runs."""
+    directory = _node_dir(name, state_dir)
+    _make(directory, LEAVE_FILE)
+    _say(directory, "leaves: it ends as soon as another node has taken over what it has; its log says so if none can")
+
+
+def _make(directory: Path, file: str) -> None:
+    if not _runs(directory):
+        raise InvalidConfigError(f"no agent runs with the state directory {directory}", hint="Start it with 'roost join' first.")
+    try:
+        os.close(os.open(directory / file, os.O_CREAT | os.O_WRONLY, 0o600))
+    except OSError as error:
+        raise CredentialsError(f"{directory} cannot be written to: {error}", hint="Only the owner of a node can do that.") from error
 
 
 def resume(*, name: str, state_dir: Path | None) -> None:

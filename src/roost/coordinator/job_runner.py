@@ -54,12 +54,14 @@ MOST_SETBACKS = 3
 """Steps in a row that may fail at a synchronisation point, or stages that may fail, before the job does."""
 
 
+CHECK_S = 1.0
+"""Deadline for a node to answer whom another node could not reach: its stage is built anew in any case."""
 RETURN_S = 10.0
 """How long a coordinator that was started again waits for the nodes of its job: they look for it every other second."""
 ATTEMPTS = 1 << 20
 """More attempts to save than there are in one generation."""
-SETTLE_S = 1.0
-"""Nodes that join one after the other are looked at together."""
+SETTLE_S = 3.0
+"""Nodes that join one after the other are looked at together, and a plan that was just mended is left alone."""
 LEASING = frozenset({JobState.TRAINING, JobState.EVALUATING, JobState.REPAIRING})
 MENDABLE = frozenset(
     {
@@ -74,7 +76,7 @@ MENDABLE = frozenset(
 """States in which the plan can be changed."""
 MENDED = (StageFailedError, TransportError, ProtocolError)
 """Why a stage may fail that can be mended by building its cluster anew; everything else would fail again."""
-RETRIED = (StageFailedError, JobRefusedError, DeadlineError, RequesterLostError)
+RETRIED = (StageFailedError, JobRefusedError, DeadlineError)
 """What may go away when a step is tried again."""
 
 
@@ -330,10 +332,21 @@ class JobRunner:
             return
         if message.peer:
             self.keeper.quarrel(node_id, message.peer)
+            if self.stage_of(message.peer) is not None:
+                self._spawn(self._check(message.peer), "check")
         elif not isinstance(error, MENDED) or self._set_back():
             self.fail(error)
             return
         self._break(number)
+
+    async def _check(self, node_id: str) -> None:
+        """Hold the stage of a node that another could not reach: if it does not answer soon, it is lost."""
+        try:
+            await self._calls.call(node_id, m.HoldStage(job_id=self.job_id), CHECK_S)
+        except NodeLostError as error:
+            self._lost_in_repair(node_id, error.message)
+        except RoostError as error:
+            logger.info("stage_not_held job=%s node=%s error=%s", self.job_id, node_id, error.message)
 
     def node_lost(self, node_id: str, what: str) -> None:
         """A node is not there any more, or has lost its stage: the job goes on without it."""
@@ -588,6 +601,8 @@ class JobRunner:
         numbers = set(self.keeper.numbers)
         self.progress.keep_only(lambda metrics: metrics.number in numbers)
         self.event(lifecycle.PlanRepaired())
+        # Only what was broken has been changed.
+        self.pool_changed()
 
     def _go_on(self) -> None:
         self._book.drop_evaluation()
@@ -716,6 +731,10 @@ class JobRunner:
         """A step of the job's life did not succeed: without the node that is to blame it is tried again."""
         if isinstance(error, NodeLostError) and error.node:
             self._lost_in_repair(error.node, error.message)
+        elif self.state is not JobState.PREPARING and isinstance(error, RequesterLostError):
+            # The repair waits for it, too.
+            logger.warning("requester_away job=%s error=%s", self.job_id, error.message)
+            self.event(lifecycle.PlanBroken())
         elif self.state is JobState.PREPARING or not isinstance(error, RETRIED) or self._set_back():
             self.fail(error)
         else:

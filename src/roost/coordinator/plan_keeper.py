@@ -163,11 +163,14 @@ class PlanKeeper:
         await self._tell_kept(interim, order)
         await self.let_go_on(interim.plan.stages)
 
-    def next_plan(self, pool: Sequence[NodeProfile], rng: random.Random) -> Plan:
-        """Return the plan to go on with on these nodes: the same one if it can be and no other is worth it. Raises PlanningError."""
+    def next_plan(self, pool: Sequence[NodeProfile], rng: random.Random, *, improve: bool = True) -> Plan:
+        """Return the plan to go on with on these nodes: the same one if it can be and no other is worth it. Raises PlanningError.
+
+        Without `improve` only clusters that cannot run are changed.
+        """
         plan = self.plan
         assert plan is not None, "asked for only after planning"
-        change = propose_change(plan, self._profile, pool, self.links, self._config, rng)
+        change = propose_change(plan, self._profile, pool, self.links, self._config, rng, improve=improve)
         if change is None:
             return plan
         logger.info("plan_changes job=%s reason=%s", self._config.job_id, change.reason)

@@ -98,9 +98,10 @@ class Repairer:
                 error = first_error(raised)
                 if isinstance(error, PlanningError) or not isinstance(error, RoostError):
                     raise error from raised
-                failures += 1
+                # A requester that is away may come back; after how long it counts as lost is not decided here.
+                failures += not isinstance(error, RequesterLostError)
                 self._note(error, failures)
-            await asyncio.sleep(RETRY_S * 2 ** (failures - 1))
+            await asyncio.sleep(RETRY_S * 2 ** max(0, failures - 1))
 
     def _note(self, error: RoostError, failures: int) -> None:
         if isinstance(error, NodeLostError) and error.node:
@@ -124,6 +125,7 @@ class Repairer:
         began = time.monotonic()
         await keeper.go_on_without_broken(order)
         following = await self._next_plan(leaving)
+        logger.info("plan_chosen job=%s broken=%s seconds=%.2f", self._job_id, sorted(keeper.broken), time.monotonic() - began)
         way = keeper.way_to(following)
         changing = keeper.leaving(way)
         await self._drain(changing)
@@ -159,7 +161,9 @@ class Repairer:
             try:
                 if not pool:
                     raise PlanningError("no node is left")
-                return await asyncio.to_thread(self._keeper.next_plan, pool, random.Random(self._seed))
+                # First only what is broken, and soon; whether more is worth changing is looked at when training goes on.
+                improve = not self._keeper.broken
+                return await asyncio.to_thread(self._keeper.next_plan, pool, random.Random(self._seed), improve=improve)
             except PlanningError as error:
                 await self._wait_for_nodes(deadline, error)
 

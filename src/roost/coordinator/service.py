@@ -36,6 +36,10 @@ LEAST_BEATS = 4
 """A node that has missed fewer heartbeats, or was silent for less than LEAST_SILENCE_S, is never given up."""
 LEAVE_S = 600.0
 """How long a node that wants to leave may have to wait for another to take its stage."""
+ABANDONED_S = 3.0
+"""A requester sends a heartbeat every second: one that submits a job and has sent none for so long has lost the job it had."""
+ABANDONED_END_S = 10.0
+"""How long the nodes of such a job may take to be free."""
 CLOSE_S = 3.0
 """How long a coordinator that is stopped waits for nodes and requester to hear of it."""
 
@@ -266,6 +270,7 @@ class Coordinator:
             raise VersionMismatchError(f"the requester speaks protocol {message.protocol_version}, this coordinator {m.PROTOCOL_VERSION}")
         if message.requester.peer_id != sender.peer_id:
             raise ForbiddenError(f"{sender.peer_id} submits a job for {message.requester.peer_id}")
+        await self._end_abandoned(sender)
         self._refuse_if_busy()
         self._submission = submission = Submission(job_id=message.config.job_id, requester_id=sender.peer_id)
         self._requester_heard = time.monotonic()
@@ -280,6 +285,19 @@ class Coordinator:
         job.start()
         plan = await asyncio.shield(job.planned)
         return m.JobAccepted(plan=plan, nodes=job.nodes)
+
+    async def _end_abandoned(self, sender: Sender) -> None:
+        """End the job of a requester that has started anew: one that still has it sends heartbeats."""
+        job = self._job
+        if job is None or job.lifecycle.ended or job.requester.peer_id != sender.peer_id:
+            return
+        await asyncio.sleep(max(0.0, self._requester_heard + ABANDONED_S - time.monotonic()))
+        if time.monotonic() - self._requester_heard < ABANDONED_S or job.lifecycle.ended:
+            return
+        job.fail(RequesterLostError(f"requester {sender.peer_id} was started again and submits another job"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ABANDONED_END_S):
+                await job.ended.wait()
 
     def _make_job(self, request: m.SubmitJob, nodes: Sequence[NodeProfile]) -> JobRunner:
         job_id = request.config.job_id

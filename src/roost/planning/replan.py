@@ -69,19 +69,23 @@ def propose_change(
     options: PlanningConfig = DEFAULTS,
     payback_s: float = PAYBACK_S,
     copies: Mapping[str, tuple[int, int]] | None = None,
+    improve: bool = True,
 ) -> PlanChange | None:
     """Return the change that trains most within `payback_s`, or None if leaving the plan as it is does about as well.
 
     `nodes` and `links` are the pool as it is now; nodes of `current` may be gone. `copies` are units (first, last; half-open)
-    that nodes hold besides their stage: backups with a copy. Equal inputs, `rng` included, give equal answers. Raises
+    that nodes hold besides their stage: backups with a copy. Without `improve` only clusters that cannot run are changed, which is decided
+    sooner and disturbs no other. Equal inputs, `rng` included, give equal answers. Raises
     PlanningError (see make_plan) if a cluster can no longer run and the pool can no longer hold what the job asks for.
     """
     forecast = Forecast(planner=Planner.of(profile, nodes, links, config, options))
     old = layouts_of(current)
     relocation = Relocation(forecast=forecast, old=old, copies=dict(copies or {}))
     search = _ChangeSearch(forecast=forecast, relocation=relocation, old=old, payback_s=payback_s, options=options)
-    best = search.stepwise()
+    best = search.stepwise(improve=improve)
     try:
+        if not improve and best is not None:
+            return _written(best, search, forced=True) if best.layouts != old else None
         anew = search.resembling(make_plan(profile, nodes, links, config, rng, options=options))
         if best is None or (search.allowed(anew) and search.score(anew)[0] > search.score(best)[0] * (1 + LEAST_GAIN)):
             best = anew
@@ -202,7 +206,7 @@ class _ChangeSearch:
             rate > 0 or not self.forecast.rate(layout, len(self.old)) for layout, rate in rates.items() if layout in known
         )
 
-    def stepwise(self) -> _Option | None:
+    def stepwise(self, *, improve: bool) -> _Option | None:
         """Return the best option that small steps lead to: every broken cluster repaired, then what else helps; None without repair."""
         option = _Option(self.old, ())
         for _ in self.old:
@@ -213,7 +217,7 @@ class _ChangeSearch:
             if repaired is None:
                 return None
             option = repaired
-        for _ in range(MOST_STEPS):
+        for _ in range(MOST_STEPS if improve else 0):
             better, reached = self._best(self._improvements(option)), self.score(option)[0]
             # As a cluster that changes moves bytes and starts anew, a step must be worth it for one cluster of an ordinary size.
             if better is None or self.score(better)[0] <= reached * (1 + LEAST_GAIN / len(option.layouts)):

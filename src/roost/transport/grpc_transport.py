@@ -9,7 +9,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import grpc
 import grpc.aio
 
 from roost.config import TransportConfig
@@ -23,6 +22,7 @@ from roost.transport.grpc_service import FAREWELL_S, Admit, GrpcService
 from roost.transport.interface import Buffer, Handler, Lane, Reply, StreamWatcher, Traffic
 from roost.transport.meter import Meter
 from roost.transport.shaping import frame_bytes
+from roost.transport.shown_certificate import ShownCertificate
 from roost.types import Peer
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ class GrpcTransport:
         `admit` is asked for every message that arrives, and raises to refuse the peer.
         """
         self._credentials = credentials
+        self._shown = ShownCertificate(credentials)
         self._config = _with_fitting_frames(config or TransportConfig())
         self._host = host
         self._port = port
@@ -86,10 +87,8 @@ class GrpcTransport:
         service = GrpcService(self.peer_id, handler, self._config, self._meter, self._admit)
         server = grpc.aio.server(options=server_options(self._config))
         server.add_generic_rpc_handlers((service.rpc_handlers(),))
-        # Asked at every handshake: a certificate that is renewed is shown from the next connection on.
-        tls = grpc.dynamic_ssl_server_credentials(self._shown(), self._shown, require_client_authentication=True)
         try:
-            port = server.add_secure_port(_join(self._host, self._port), tls)
+            port = server.add_secure_port(_join(self._host, self._port), self._shown.server_credentials())
         except RuntimeError as error:
             raise InvalidConfigError(f"{self.peer_id} cannot listen on {self._host} port {self._port}: {error}") from error
         await server.start()
@@ -144,14 +143,14 @@ class GrpcTransport:
         await asyncio.gather(*(self._retire(key) for key in list(self._links) if key[0] == peer_id))
 
     def use_credentials(self, credentials: Credentials) -> None:
-        """Show these to peers from the next connection on; those that are open stay. They must be of the same peer."""
+        """Show these to peers in new connections; those that are open stay. They must be of the same peer.
+
+        Who connects to this endpoint may see the ones before until a moment in which nobody does (`ShownCertificate`).
+        """
         if credentials.peer_id != self.peer_id:
             raise CredentialsError(f"{self.peer_id} cannot become {credentials.peer_id}")
         self._credentials = credentials
-
-    def _shown(self) -> Any:
-        pair = (self._credentials.key_pem, self._credentials.certificate_pem)
-        return grpc.ssl_server_certificate_configuration([pair], root_certificates=self._credentials.authority_pem)
+        self._shown.replace(credentials)
 
     def _link(self, peer: Peer, lane: Lane) -> Link:
         if self._stopped:

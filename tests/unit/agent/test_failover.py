@@ -102,7 +102,7 @@ def test_a_cluster_that_loses_a_node_is_dissolved_and_the_others_go_on(tmp_path:
 
 
 def test_a_node_that_waits_takes_over_with_the_state_of_the_other_cluster(tmp_path: Path) -> None:
-    job = job_of(tmp_path, averaging_interval=4, max_clusters=2)
+    job = job_of(tmp_path, averaging_interval=4, min_clusters=2, max_clusters=2)
     pool = InprocPool(small_nodes(job, ["a", "b", "c", "d", "e"], clusters=2), tmp_path)
     victims = lose_one(pool, ["a", "b", "c", "d", "e"], 12)
     run = finished(roost.train(job, pool))
@@ -162,3 +162,24 @@ def test_a_coordinator_that_is_killed_and_started_again_finds_its_job(tmp_path: 
     assert len(run.metrics().history) == EPOCHS
     assert max(trained_samples(run).values(), default=1) == 1
     assert run.metrics().history[-1].samples == EPOCHS * SAMPLES
+
+
+def test_a_node_that_leaves_gives_its_stage_to_one_that_waits_and_nothing_is_trained_again(tmp_path: Path) -> None:
+    job = job_of(tmp_path, averaging_interval=4, max_clusters=1)
+    names = ["a", "b", "c"]
+    pool = InprocPool(small_nodes(job, names), tmp_path)
+    left: list[str] = []
+
+    class Watcher:
+        def planned(self, *_: object) -> None:
+            """Nothing to see yet."""
+
+        def updated(self, metrics: RunMetrics) -> None:
+            if metrics.samples and not left:
+                left.append(metrics.stages[0].node_id)
+                pool.agents[left[0]].leave()
+
+    run = finished(roost.train(job, pool, observer=Watcher()))
+    assert left and run.plan is not None
+    assert left[0] not in {stage.node_id for stage in run.plan.stages}
+    assert run.replayed == ()

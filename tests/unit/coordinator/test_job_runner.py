@@ -333,7 +333,7 @@ def test_a_checkpoint_that_cannot_be_written_fails_the_job_with_the_requesters_e
 
 def test_a_requester_that_is_gone_when_the_checkpoint_is_finished_is_called_lost(tmp_path: Path) -> None:
     async def main() -> None:
-        async with scene(tmp_path, profile("a")) as stage:
+        async with scene(tmp_path, profile("a"), heartbeat_s=0.02, requester_away_s=0.3) as stage:
 
             def killing(message: Any) -> m.Message:
                 stage.network.kill("requester")

@@ -7,6 +7,7 @@ import pytest
 from coordinator_kit import MB, WAIT_S, FakeNode, FakeRequester, Scene, config, metrics, profile, refusal, scene
 
 from roost import messages as m
+from roost.coordinator.job_record import LeaseOperation, replay
 from roost.errors import (
     EmptyPoolError,
     ForbiddenError,
@@ -19,6 +20,7 @@ from roost.errors import (
     StageFailedError,
     VersionMismatchError,
 )
+from roost.protocol.data_leases import LeaseBook
 from roost.transport.interface import Sender
 from roost.types import Peer, Role
 
@@ -372,15 +374,24 @@ def test_a_node_that_cannot_build_its_stage_fails_the_job_and_the_pool_takes_ano
     asyncio.run(main())
 
 
-def test_a_coordinator_that_is_stopped_tells_the_requester_and_frees_the_nodes(tmp_path: Path) -> None:
+def test_a_coordinator_that_is_stopped_leaves_its_job_to_the_next_one(tmp_path: Path) -> None:
     async def main() -> None:
-        async with scene(tmp_path, profile("a"), profile("b")) as stage:
-            await running(stage)
+        async with scene(tmp_path, profile("a")) as stage:
+            await stage.requester.submit()
+            await stage.requester.until(m.JobState.TRAINING)
+            (lease,) = (await stage.nodes["a"].lease()).leases
             await stage.coordinator.close()
-            failed = await stage.requester.until(m.JobState.FAILED)
-            assert failed.error is not None
-            assert failed.error.message == "the coordinator was stopped"
-            assert all(node.was_asked(m.EndJob) for node in stage.nodes.values())
+            assert not stage.nodes["a"].was_asked(m.EndJob)
+            found = stage.store.running("job")
+            assert found is not None
+            request, record, operations = found
+            assert request.config.job_id == "job"
+            assert record.built and record.numbers == (0,)
+            assert operations == (LeaseOperation(cluster=0, want=1),)
+            book = LeaseBook(22, 0, (1.0,), 4, 1, 0, 1, evaluate=False)
+            book.restore(record.leases)
+            assert replay(book, operations)[0][1].leases == (lease,)
+            assert book.outstanding == (lease,)
 
     asyncio.run(main())
 

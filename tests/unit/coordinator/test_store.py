@@ -187,6 +187,8 @@ def test_a_database_of_the_first_version_is_brought_up_to_date(tmp_path: Path) -
         "ALTER TABLE peers DROP COLUMN expires_at",
         "ALTER TABLE peers DROP COLUMN revoked_at",
         "DROP TABLE revoked_keys",
+        "DROP TABLE running",
+        "DROP TABLE journal",
         "PRAGMA user_version = 1",
     ):
         old.execute(statement)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 
@@ -9,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roost.codec import decode_record, encode_record
 from roost.errors import IllegalTransitionError, ProtocolError
 from roost.protocol.data_leases import LeaseBook, LeasePhase, divide, interleave
-from roost.types import Lease
+from roost.types import Lease, LeaseRecord
 
 
 def book(
@@ -236,3 +238,85 @@ def test_every_sample_of_every_epoch_is_done_exactly_once(
     assert training == {(epoch, sample) for epoch in range(epochs) for sample in range(samples)}
     assert leases.samples_done == samples * epochs
     assert leases.epochs_done == epochs
+
+
+def trained(leases: LeaseBook, cluster: int) -> list[Lease]:
+    """Take and report everything there is."""
+    taken = drain(leases, cluster)
+    leases.done(cluster, [lease.lease_id for lease in taken])
+    return taken
+
+
+def test_what_no_checkpoint_holds_is_leased_again_when_the_job_goes_back_and_is_in_the_report() -> None:
+    leases = book(samples=12, epochs=2, sync_interval=1)
+    leases.open_training()
+    first = trained(leases, 0)
+    leases.kept()
+    leases.open_training()
+    taken, _ = leases.request(0, 2)
+    leases.done(0, [taken[0].lease_id])
+    leases.go_back("the only node was lost")
+    assert leases.samples_done == sum(lease.samples for lease in first)
+    assert [(replayed.lease, replayed.cluster, replayed.reason) for replayed in leases.replayed] == [
+        (lease, 0, "the only node was lost") for lease in taken
+    ]
+    again = trained(leases, 0)
+    assert sorted((lease.start, lease.stop) for lease in again) == sorted((lease.start, lease.stop) for lease in first)
+    assert leases.all_done and leases.at_end
+
+
+def test_clusters_that_come_and_go_share_what_is_left() -> None:
+    leases = book(samples=40, shares=(0.5, 0.5))
+    leases.open_training()
+    mine, _ = leases.request(0, 2)
+    lost, _ = leases.request(1, 1)
+    leases.release(1)
+    leases.set_clusters({0: 0.5, 7: 0.5})
+    leases.done(0, [lease.lease_id for lease in mine])
+    rest = [*drain(leases, 7), *drain(leases, 0)]
+    spans = [(lease.start, lease.stop) for lease in (*mine, *rest)]
+    assert len(spans) == len(set(spans))
+    assert sum(stop - start for start, stop in spans) == 40
+    assert (lost[0].start, lost[0].stop) in spans
+    with pytest.raises(ProtocolError, match="cannot be leased to"):
+        leases.set_clusters({0: 0.5, 1: 0.5})
+
+
+def test_an_evaluation_that_is_given_up_can_be_opened_again() -> None:
+    leases = book(samples=8, validation=6)
+    leases.open_training()
+    trained(leases, 0)
+    leases.open_evaluation()
+    leases.request(0, 1)
+    leases.drop_evaluation()
+    assert leases.all_done and not leases.replayed
+    leases.open_evaluation()
+    taken, drained = leases.request(0, 9)
+    assert drained and sum(lease.samples for lease in taken) == 6
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_a_book_that_was_written_down_and_read_again_goes_on_as_if_nothing_had_been(seed: int) -> None:
+    rng = random.Random(seed)
+    samples = rng.randrange(5, 60)
+    one, other = (book(samples=samples, shares=(0.3, 0.7), epochs=2, batch_size=4) for _ in range(2))
+    one.open_training()
+    alive, held = {0, 1}, list[tuple[int, Lease]]()
+    for _ in range(rng.randrange(30)):
+        cluster = rng.choice(sorted(alive))
+        if rng.random() < 0.6:
+            taken, _ = one.request(cluster, rng.randrange(1, 4))
+            held += [(cluster, lease) for lease in taken]
+        elif held:
+            owner, lease = held.pop(rng.randrange(len(held)))
+            one.done(owner, [lease.lease_id])
+        elif len(alive) > 1 and rng.random() < 0.3:
+            alive.discard(cluster)
+            one.release(cluster)
+    record = decode_record(LeaseRecord, json.loads(json.dumps(encode_record(one.record()))))
+    other.restore(record)
+    assert other.record() == one.record()
+    for cluster in sorted(alive):
+        assert other.request(cluster, 3) == one.request(cluster, 3)
+    assert (other.samples_done, other.replayed, other.all_done) == (one.samples_done, one.replayed, one.all_done)
