@@ -353,6 +353,18 @@ class HoldStage(Message):
 
     senders = _COORDINATOR
     job_id: str
+    borrowers: tuple[str, ...] = ()
+    """The nodes that may fetch it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FollowStage(Message):
+    """Keep a copy of another node's stage, to take it over. Answered with Done once there is one; it is renewed until EndJob."""
+
+    senders = _COORDINATOR
+    job_id: str
+    source: Peer
+    tensors: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,6 +379,8 @@ class ChangePlan(Message):
     peers: tuple[Peer, ...]
     generation: int
     order: int
+    borrowers: tuple[str, ...] = ()
+    """The nodes that may fetch the stage's state."""
 
 
 @dataclass(frozen=True, kw_only=True)

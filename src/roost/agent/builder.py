@@ -11,8 +11,9 @@ from roost import messages as m
 from roost.agent.assignment import Assignment
 from roost.agent.budget import check_plan, check_tensors
 from roost.agent.compute import ComputeThread
+from roost.agent.stage_copy import FETCH_DEADLINE_S, StageCopy
 from roost.agent.stage_driver import StageDriver
-from roost.agent.state_transfer import FETCH_BYTES, FETCH_DEADLINE_S, gather_state
+from roost.agent.state_transfer import FETCH_BYTES, gather_state
 from roost.capture.bounded import bounded
 from roost.capture.cut import cut
 from roost.capture.graph_format import from_bytes
@@ -39,11 +40,12 @@ async def build_stage(
     device: str,
     memory_bytes: int,
     held: StageDriver | None,
+    copy: StageCopy | None,
     on_failure: Callable[[BaseException, str], None],
 ) -> StageDriver:
     """Return a driver whose stage holds its tensors. Raises RoostError if nodes or the requester send something else.
 
-    `held` is the stage of the job that this node had before; it gives what it can.
+    `held` is the stage of the job that this node had before, `copy` what it has of another's: they give what they can.
 
     `memory_bytes` is what this node lends: before any tensor is fetched, a graph is refused (GraphFormatError) that has a value
     in this stage which takes more, and a stage that needs more by its plan or for its tensors (OutOfBudgetError).
@@ -54,7 +56,7 @@ async def build_stage(
     program = programs[assignment.stage.index]
     later_draw = any(other.draws_random for other in programs[assignment.stage.index + 1 :])
     records = program.tensors + program.shared
-    state = await gather_state(assignment, transport, records, min(FETCH_BYTES, memory_bytes // FETCHED_PART), held)
+    state = await gather_state(assignment, transport, records, min(FETCH_BYTES, memory_bytes // FETCHED_PART), held, copy)
     tensors, optimizer = state.tensors, state.optimizer
 
     def make_runner() -> StageRunner:

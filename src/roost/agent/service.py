@@ -19,6 +19,7 @@ from roost.agent.compute import ComputeThread
 from roost.agent.links import measure_links
 from roost.agent.message_probe import MessageProbe
 from roost.agent.reporter import AWAY, patiently
+from roost.agent.stage_copy import StageCopy
 from roost.agent.stage_driver import StageDriver, failure_of
 from roost.agent.state_transfer import state_reply
 from roost.agent.switches import OwnerSwitch
@@ -64,6 +65,9 @@ class Agent:
         self._driver: StageDriver | None = None
         self._before: StageDriver | None = None
         """The stage that the node had before the one it has now, as long as others may fetch from it."""
+        self._copy: tuple[StageCopy, asyncio.Task[None]] | None = None
+        self._borrowers: frozenset[str] = frozenset()
+        """Nodes that may fetch the state of the stage."""
         self._building: tuple[str, asyncio.Task[StageDriver]] | None = None
         self._registered = asyncio.Event()
         self._ending: set[asyncio.Task[None]] = set()
@@ -107,6 +111,7 @@ class Agent:
         finally:
             for task in (*watching, *self._ending):
                 task.cancel()
+            self._stop_following()
             self._leave.clear()
             await self._drop_stage("the agent stops")
             await self._transport.stop()
@@ -196,15 +201,20 @@ class Agent:
                 await self._prepare(message)
             case m.HoldStage(job_id=job_id):
                 driver = self._stage_of(job_id)
+                self._borrowers |= frozenset(message.borrowers)
                 await driver.hold()
                 return m.StageReport(metrics=driver.metrics()), []
+            case m.FollowStage():
+                await self._follow(message)
             case m.ChangePlan(job_id=job_id):
                 driver = self._stage_of(job_id)
+                self._borrowers |= frozenset(message.borrowers)
                 await driver.change_plan(changed_assignment(driver.assignment, message))
             case m.FetchState(job_id=job_id, names=names):
                 return await self._lend_state(sender, job_id, names)
             case m.ContinueJob(job_id=job_id):
                 self._before = None
+                self._stop_following()
                 self._stage_of(job_id).go()
             case m.AverageNow(job_id=job_id, order=order):
                 driver = self._stage_of(job_id)
@@ -213,6 +223,8 @@ class Agent:
             case m.SaveStage(job_id=job_id):
                 await self._stage_of(job_id).save(message)
             case m.EndJob(job_id=job_id, reason=reason):
+                if self._copy is not None and self._copy[0].message.job_id == job_id:
+                    self._stop_following()
                 if self._building is not None and self._building[0] == job_id:
                     self._building[1].cancel()
                 if self._driver is not None and self._driver.assignment.job_id == job_id:
@@ -234,6 +246,7 @@ class Agent:
                 device=self._config.device,
                 memory_bytes=self._profile.memory_bytes,
                 held=held,
+                copy=self._copy[0] if self._copy is not None and self._copy[0].message.job_id == assignment.job_id else None,
                 on_failure=lambda error, peer: self._stage_failed(assignment, error, peer),
             ),
             name=f"build-{assignment.job_id}",
@@ -272,11 +285,34 @@ class Agent:
         return self._before or held
 
     async def _lend_state(self, sender: Sender, job_id: str, names: tuple[str, ...]) -> tuple[m.Message, Sequence[Buffer]]:
+        """Answer FetchState.
+
+        Raises ForbiddenError for a node that the coordinator has not named, JobRefusedError, MalformedMessageError.
+        """
+        if self._copy is not None and self._copy[0].message.job_id == job_id and self._driver is None:
+            return state_reply(*self._copy[0].part(names))
         driver = self._stage_of(job_id)
+        backups = {backup.node_id for backup in driver.assignment.plan.backup_stages}
+        if sender.peer_id not in self._borrowers | backups:
+            raise ForbiddenError(f"node {sender.peer_id} may not fetch the stage of node {self.node_id}")
         owner = driver if driver.state().keys() >= set(names) else self._before
         if owner is None:
             raise MalformedMessageError(f"node {self.node_id} does not hold all tensors that {sender.peer_id} asks for")
-        return await state_reply(owner, names)
+        return state_reply(*await owner.current_state(names))
+
+    async def _follow(self, message: m.FollowStage) -> None:
+        if self._driver is not None or self._building is not None:
+            raise JobRefusedError(f"node {self.node_id} already runs a stage of job {self._running_job()}")
+        if self._copy is None or self._copy[0].message != message:
+            self._stop_following()
+            copy = StageCopy(message, self._transport)
+            self._copy = copy, asyncio.create_task(copy.run(), name=f"follow-{message.job_id}")
+        await self._copy[0].complete.wait()
+
+    def _stop_following(self) -> None:
+        if self._copy is not None:
+            self._copy[1].cancel()
+            self._copy = None
 
     def _running_job(self) -> str:
         if self._driver is not None:
@@ -361,6 +397,7 @@ class Agent:
 
     async def _drop_stage(self, reason: str) -> None:
         driver, self._driver, self._before = self._driver, None, None
+        self._borrowers = frozenset()
         if driver is None:
             return
         await driver.stop()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from roost import messages as m
 from roost.agent.assignment import Assignment
+from roost.agent.stage_copy import FETCH_DEADLINE_S, StageCopy
 from roost.agent.stage_driver import StageDriver
 from roost.errors import MalformedMessageError
 from roost.pipeline.tensor_bytes import from_buffer, spec_of, to_buffer
@@ -19,7 +20,6 @@ from roost.types import TensorRecord, TensorSpec
 
 logger = logging.getLogger(__name__)
 
-FETCH_DEADLINE_S = 120.0
 FETCH_BYTES = 64 << 20
 """Bytes of tensors per request, so that a large stage over a slow link meets the deadline of each."""
 
@@ -38,19 +38,28 @@ class StageTensors:
 
 
 async def gather_state(
-    assignment: Assignment, transport: Transport, records: Sequence[TensorRecord], most_bytes: int, held: StageDriver | None
+    assignment: Assignment,
+    transport: Transport,
+    records: Sequence[TensorRecord],
+    most_bytes: int,
+    held: StageDriver | None,
+    copy: StageCopy | None,
 ) -> StageTensors:
     """Return the tensors of `records`, and the optimizer state there is of them.
 
-    From the stage this node `held` before (not copied), from the sources of the assignment, else from the requester, in requests of
-    about `most_bytes`. Raises MalformedMessageError for anything else than was asked for, and TransportError.
+    From the stage this node `held` before or its `copy` of another's (neither is copied), from the sources of the assignment, else from
+    the requester, in requests of about `most_bytes`. Raises MalformedMessageError for anything else than was asked for, and TransportError.
     """
     found = StageTensors()
     by_name = {record.name: record for record in records}
     for source in assignment.sources:
         wanted = [by_name[name] for name in source.tensors if name in by_name]
-        if source.node_id == assignment.node_id and held is not None:
-            found.update(*held.lend_state([record.name for record in wanted]))
+        if source.node_id == assignment.node_id:
+            names = tuple(record.name for record in wanted)
+            if held is not None:
+                found.update(*held.lend_state(names))
+            if copy is not None:
+                found.update(*copy.part(tuple(name for name in names if name in copy.tensors and name not in found.tensors)))
         elif source.node_id != assignment.node_id:
             await _fetch_from_node(assignment, transport, source.node_id, wanted, most_bytes, found)
     rest = [record for record in records if record.name not in found.tensors]
@@ -133,9 +142,8 @@ def groups(records: Iterable[TensorRecord], most_bytes: int) -> Iterator[list[Te
         yield group
 
 
-async def state_reply(driver: StageDriver, names: Sequence[str]) -> tuple[m.StateReply, list[Buffer]]:
-    """Return the answer to FetchState. Raises MalformedMessageError for a tensor that this stage has not."""
-    tensors, optimizer = await driver.current_state(names)
+def state_reply(tensors: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> tuple[m.StateReply, list[Buffer]]:
+    """Return the answer to FetchState."""
     message = m.StateReply(
         tensors=tuple(spec_of(name, tensor) for name, tensor in tensors.items()),
         optimizer=tuple(spec_of(name, tensor) for name, tensor in optimizer.items()),

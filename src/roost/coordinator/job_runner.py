@@ -527,6 +527,7 @@ class JobRunner:
     def _open_training(self) -> None:
         if self._started_at is None:
             self._started_at = time.monotonic()
+            self._spawn(self._consider(), "consider", step=True)
         self._book.open_training()
         self._spawn(self._continue(), "continue", step=True)
 
@@ -620,14 +621,23 @@ class JobRunner:
     async def _consider(self) -> None:
         """Change the plan if nodes that wait make another one worth it."""
         await asyncio.sleep(SETTLE_S)
+        pool = [node for node in self._pool() if node.node_id not in self._leaving]
         try:
-            pool = [node for node in self._pool() if node.node_id not in self._leaving]
             following = await asyncio.to_thread(self.keeper.next_plan, pool, random.Random(self.config.seed))
         except PlanningError as error:
             logger.info("plan_stays job=%s reason=%s", self.job_id, error.message)
             return
-        if following is not self.plan and self.state is JobState.TRAINING:
+        if self.state is not JobState.TRAINING:
+            return
+        if following is not self.plan:
             self.event(lifecycle.PlanBroken())
+            return
+        for node in pool:
+            self._calls.nodes[node.node_id] = node
+        try:
+            await self.keeper.find_backups(pool, self._order)
+        except RoostError as error:
+            logger.warning("no_backup job=%s error=%s", self.job_id, error.message)
 
     # ------------------------------------------------------------ the end
 

@@ -13,9 +13,9 @@ from roost.config import CoordinatorConfig, JobConfig
 from roost.coordinator.job_record import JobRecord
 from roost.coordinator.node_calls import NodeCalls, together
 from roost.errors import NodeLostError, RoostError
-from roost.planning.replan import propose_change
+from roost.planning.replan import predict_again, propose_change
 from roost.planning.takeover import Holder, StageState, Transition, holders_of, state_of, transition, without_clusters
-from roost.types import ClusterPlan, LinkProfile, ModelProfile, NodeProfile, Plan, StageMetrics, StagePlan
+from roost.types import BackupPlan, ClusterPlan, LinkProfile, ModelProfile, NodeProfile, Plan, StageMetrics, StagePlan
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class PlanKeeper:
         """Nodes of the plan that are lost."""
         self._next_number = 0
         self._built = False
+        self._copies: dict[str, Holder] = {}  # by node, what backups have a copy of
         self._told: set[str] = set()  # nodes that were asked to build a stage
         self._quarrels: dict[frozenset[str], int] = {}
         self._useless: set[frozenset[str]] = set()
@@ -66,6 +67,11 @@ class PlanKeeper:
         """Return the stage a node runs or holds, None if it has none."""
         stages = self.plan.stages if self.plan is not None else ()
         return next((stage for stage in stages if stage.node_id == node_id and node_id not in self.gone), None)
+
+    @property
+    def copies(self) -> tuple[Holder, ...]:
+        """What backups have a copy of."""
+        return tuple(self._copies.values())
 
     def number_of(self, node_id: str) -> int:
         """Return the number of the cluster a node is in, -1 if it is in none."""
@@ -118,6 +124,7 @@ class PlanKeeper:
         """A node is gone: return the number of the cluster that breaks, -1 if none does."""
         number = self.number_of(node_id)
         self._told.discard(node_id)
+        self._copies.pop(node_id, None)
         if number >= 0:
             self.gone.add(node_id)
             self.broken.add(number)
@@ -170,7 +177,16 @@ class PlanKeeper:
         """
         plan = self.plan
         assert plan is not None, "asked for only after planning"
-        change = propose_change(plan, self._profile, pool, self.links, self._config, rng, improve=improve)
+        change = propose_change(
+            plan,
+            self._profile,
+            pool,
+            self.links,
+            self._config,
+            rng,
+            copies={name: (copy.first_unit, copy.last_unit) for name, copy in self._copies.items()},
+            improve=improve,
+        )
         if change is None:
             return plan
         logger.info("plan_changes job=%s reason=%s", self._config.job_id, change.reason)
@@ -192,10 +208,12 @@ class PlanKeeper:
         plan = self.plan
         assert plan is not None, "asked for only after planning"
         reports: list[StageMetrics] = []
+        borrowers = tuple(stage.node_id for stage in way.plan.stages)
 
         async def hold_one(node_id: str) -> None:
             try:
-                reply = await self._calls.call(node_id, m.HoldStage(job_id=self._config.job_id), HOLD_S)
+                message = m.HoldStage(job_id=self._config.job_id, borrowers=borrowers)
+                reply = await self._calls.call(node_id, message, HOLD_S)
             except NodeLostError:
                 raise
             except RoostError as error:
@@ -217,12 +235,48 @@ class PlanKeeper:
         plan = self.plan
         assert plan is not None, "asked for only after planning"
         there = {stage.node_id for stage in plan.stages} - self.gone if self._built else set()
-        holders: tuple[Holder, ...] = holders_of(plan, self.numbers, set(way.kept.values()), there)
+        holders = (*holders_of(plan, self.numbers, set(way.kept.values()), there), *self._copies.values())
         return {
             (cluster.index, stage.index): state_of(stage, cluster, self._reached(stage.node_id, holders), self._profile)
             for cluster in way.changed
             for stage in cluster.stages
         }
+
+    async def find_backups(self, pool: Sequence[NodeProfile], order: int) -> None:
+        """Let nodes that wait, and can hold a stage of the one cluster there is, each keep a copy of one. Raises RoostError.
+
+        With several clusters the others hold what is lost.
+        """
+        if self.plan is None or len(self.plan.clusters) > 1 or not self._built:
+            return
+        again = predict_again(self.plan, self._profile, pool, self.links, self._config)
+        if again.backup_stages != self.plan.backup_stages:
+            self.plan = replace(self.plan, backups=again.backups, backup_stages=again.backup_stages)
+            self.generation += 1
+            await self._tell_kept(Transition(plan=self.plan, kept={0: self.numbers[0]}), order)
+            await self.let_go_on(self.plan.stages)
+        for backup in self.plan.backup_stages:
+            await self.follow(backup)
+
+    async def follow(self, backup: BackupPlan) -> None:
+        """Let a backup keep a copy of its stage; returns once it has one. Raises RoostError."""
+        plan = self.plan
+        assert plan is not None, "asked for only after planning"
+        stage = plan.clusters[backup.cluster].stages[backup.stage]
+        number = self.numbers[backup.cluster]
+        known = self._copies.get(backup.node_id)
+        if known is not None and (known.number, known.first_unit, known.last_unit) == (number, stage.first_unit, stage.last_unit):
+            return
+        tensors = tuple(tensor.name for unit in self._profile.units[stage.first_unit : stage.last_unit] for tensor in unit.tensors)
+        (source,) = self._calls.peers([stage.node_id])
+        message = m.FollowStage(job_id=self._config.job_id, source=source, tensors=tensors)
+        self._told.add(backup.node_id)
+        await self._calls.call(backup.node_id, message, self._settings.prepare_s)
+        if number in self.numbers and number not in self.broken:
+            self._copies[backup.node_id] = Holder(
+                node_id=backup.node_id, number=number, first_unit=stage.first_unit, last_unit=stage.last_unit, kept=False, copy=True
+            )
+            logger.info("copy_made job=%s node=%s source=%s", self._config.job_id, backup.node_id, stage.node_id)
 
     def _reached(self, node_id: str, holders: Sequence[Holder]) -> list[Holder]:
         return [holder for holder in holders if frozenset((node_id, holder.node_id)) not in self._useless]
@@ -243,15 +297,18 @@ class PlanKeeper:
 
         The generation has been counted up before, and the requester knows the plan.
         """
-        await together([self._build(way, states, numbers), self._tell_kept(way, order)])
+        # Those that stay first: they are told who may fetch from them.
+        await self._tell_kept(way, order)
+        await self._build(way, states, numbers)
         before = self._told
         self.plan, self.numbers = way.plan, numbers
+        used = {stage.node_id for stage in way.plan.stages}
+        self._copies = {name: copy for name, copy in self._copies.items() if copy.number in numbers and name not in used}
         self.broken.clear()
         self.gone.clear()
         self._built = True
-        used = {stage.node_id for stage in way.plan.stages}
-        self._told = set(used)
-        await self._end(sorted(before - used))
+        self._told = used | self._copies.keys()
+        await self._end(sorted(before - self._told))
 
     async def _build(self, way: Transition, states: dict[tuple[int, int], StageState], numbers: Sequence[int]) -> None:
         async def build_one(cluster: ClusterPlan, stage: StagePlan) -> None:
@@ -270,9 +327,18 @@ class PlanKeeper:
         job_id, generation = self._config.job_id, self.generation
         peers = self._calls.peers(stage.node_id for stage in way.plan.stages)
         kept = [cluster for cluster in way.plan.clusters if cluster.index in way.kept]
+        borrowers = tuple(stage.node_id for stage in way.plan.stages)
 
         async def tell(stage: StagePlan) -> None:
-            message = m.ChangePlan(job_id=job_id, plan=way.plan, cluster=stage.cluster, peers=peers, generation=generation, order=order)
+            message = m.ChangePlan(
+                job_id=job_id,
+                plan=way.plan,
+                cluster=stage.cluster,
+                peers=peers,
+                generation=generation,
+                order=order,
+                borrowers=borrowers,
+            )
             await self._calls.call(stage.node_id, message, HOLD_S)
 
         await together(tell(stage) for cluster in kept for stage in cluster.stages)

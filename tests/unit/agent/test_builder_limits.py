@@ -70,6 +70,7 @@ def build(graph: bytes, nodes: int) -> tuple[list[type], str]:
                 device="cpu",
                 memory_bytes=MEMORY,
                 held=None,
+                copy=None,
                 on_failure=lambda error, peer: None,
             )
         )

@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -183,3 +184,31 @@ def test_a_node_that_leaves_gives_its_stage_to_one_that_waits_and_nothing_is_tra
     assert left and run.plan is not None
     assert left[0] not in {stage.node_id for stage in run.plan.stages}
     assert run.replayed == ()
+
+
+def test_a_backup_takes_over_with_its_copy_where_nobody_else_has_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("roost.coordinator.job_runner.SETTLE_S", 0.0)
+    monkeypatch.setattr("roost.agent.stage_copy.LEAST_PAUSE_S", 0.05)
+    job = job_of(tmp_path, max_clusters=1)
+    nodes = small_nodes(job, ["a", "b"])
+    # The third adds nothing to the speed of two that hold the model, but can hold either stage.
+    pool = InprocPool([*nodes, replace(nodes[0], node_id="c", flop_per_s=1e8, matmul_flop_per_s=1e8, convolution_flop_per_s=1e8)], tmp_path)
+    victims: list[str] = []
+
+    class Watcher:
+        def planned(self, *_: object) -> None:
+            """Nothing to see yet."""
+
+        def updated(self, metrics: RunMetrics) -> None:
+            runner = pool.coordinator._job if pool.coordinator is not None else None
+            copies = runner.keeper.copies if runner is not None else ()
+            if copies and not victims:
+                (copy,) = copies
+                assert runner is not None and runner.plan is not None
+                victims.extend(stage.node_id for stage in runner.plan.stages if stage.first_unit == copy.first_unit)
+                pool.kill(victims[0])
+
+    run = finished(roost.train(job, pool, observer=Watcher()))
+    assert victims and run.plan is not None
+    assert "c" in {stage.node_id for stage in run.plan.stages}
+    assert not any("back to" in replayed.reason for replayed in run.replayed)
