@@ -53,10 +53,11 @@ async def play(pool: EmulatedPool, *, present: int, job: bool, minutes: float, b
     """Run a pool for some minutes of virtual time after its job has begun, or until `budget_s` real seconds have passed; return figures."""
     began, process = REAL_CLOCK(), psutil.Process()
     rss_before = process.memory_info().rss
-    coordinating = pool.loop.create_task(pool.coordinate(), context=COORDINATOR.copy())
+    tasks = [pool.loop.create_task(pool.coordinate(), context=COORDINATOR.copy())]
     pool.begin()
     await asyncio.sleep(2 * pool.heartbeat_s + 2)
-    requester = pool.loop.create_task(pool.submit(wait_nodes=present // 2)) if job else None
+    if job:
+        tasks.append(pool.loop.create_task(pool.submit(wait_nodes=present // 2)))
     while job and not (pool.job is not None and pool.job.state in STARTED and pool.job.keeper.built):
         await asyncio.sleep(LOOK_S)
         if pool.error or REAL_CLOCK() - began > budget_s or pool.now > START_S:
@@ -66,9 +67,8 @@ async def play(pool: EmulatedPool, *, present: int, job: bool, minutes: float, b
         figures: dict[str, Any] = {"began": False}
     else:
         figures = await _measure(pool, minutes=minutes, until=began + budget_s)
-    for task in (coordinating, *([requester] if requester is not None else [])):
-        task.cancel()
-    figures |= {"start": start, "rss_mb": (process.memory_info().rss - rss_before) / 1e6, "real_s": REAL_CLOCK() - began}
+    broke = next((repr(task.exception()) for task in tasks if task.done() and not task.cancelled()), "")
+    figures |= {"broke": broke, "start": start, "rss_mb": (process.memory_info().rss - rss_before) / 1e6, "real_s": REAL_CLOCK() - began}
     return figures
 
 
@@ -132,8 +132,11 @@ def case(present: int, *, job: bool, minutes: float, heartbeat_s: float, longer:
         try:
             figures = pool.loop.run_until_complete(play(pool, present=present, job=job, minutes=minutes, budget_s=budget_s))
         finally:
-            for task in asyncio.all_tasks(pool.loop):
+            left = asyncio.all_tasks(pool.loop)
+            for task in left:
                 task.cancel()
+            pool.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            pool.loop.close()
             pool.store.close()
     return {"nodes": present, "with_job": job, "heartbeat_s": heartbeat_s, "mean_session_s": churn.mean_s, **figures}
 

@@ -166,6 +166,15 @@ class StageFailed(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PeerSuspected(Message):
+    """A node's stream to another node of its job broke, and it goes on without it for now. Answered with Done."""
+
+    senders = _NODE
+    job_id: str
+    peer: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class LeaveRequest(Message):
     """The owner wants the node back. Answered with Done once another has its stage, or it has none."""
 

@@ -129,6 +129,11 @@ class RingDriver:
         self.times = RingTimes()
 
     @property
+    def unfinished(self) -> bool:
+        """True if the last round that began has not been finished."""
+        return self._member.round > self._member.finished
+
+    @property
     def samples_before(self) -> int:
         """Samples behind the last round that was finished."""
         return self._samples_before

@@ -366,6 +366,7 @@ class Agent:
             return
         if lane is Lane.AVERAGING:
             driver.rings.peer_lost(peer_id)
+            driver.suspect(peer_id)
         elif peer_id in {stage.node_id for stage in driver.assignment.cluster.stages}:
             self._stage_failed(driver.assignment, error, peer_id)
 

@@ -146,6 +146,10 @@ class StageDriver:
         self._arrivals.clear()
         self._gradients.clear()
 
+    def suspect(self, peer_id: str) -> None:
+        """Tell the coordinator that the stream to a peer broke, which this stage can do without for now."""
+        self._reporter.put(m.PeerSuspected(job_id=self.assignment.job_id, peer=peer_id))
+
     def go(self) -> None:
         """Average in the background, and ask for leases (first stage)."""
         self.rings.go()
@@ -187,13 +191,13 @@ class StageDriver:
         self._check_stage(sender, message.source_stage, self._sources)
         if self._stale(message.cluster):
             return
-        with self._fatal():
-            self._take_values(message, buffers)
+        with self._fatal(sender):
+            self._take_values(sender, message, buffers)
 
-    def _take_values(self, message: m.Activation, buffers: Sequence[Buffer]) -> None:
+    def _take_values(self, sender: str, message: m.Activation, buffers: Sequence[Buffer]) -> None:
         expected = self._program.receives.get(message.source_stage, ())
         own = buffers[1:] if message.rng else buffers
-        named = self._wire.arrived(message.values, message.codecs, own, expected, training=message.micro_batch.training)
+        named = self._wire.arrived(message.values, message.codecs, own, expected, training=message.micro_batch.training, sender=sender)
         if len(self._arrivals) > self._most_waiting:
             raise MalformedMessageError(f"stage {message.source_stage} sends more micro-batches than may be in flight")
         arrivals = self._arrivals.setdefault(message.micro_batch.number, Arrivals())
@@ -211,23 +215,25 @@ class StageDriver:
             self._feeder.evaluated()
             return
         self._check_stage(sender, message.source_stage, self._targets)
-        with self._fatal():
-            self._take_gradients(message, buffers)
+        with self._fatal(sender):
+            self._take_gradients(sender, message, buffers)
 
     def _stale(self, number: int) -> bool:
         """Return True for what was sent in a cluster that this one has replaced, or while this stage is held."""
         return self.held or number != self.assignment.number
 
     @contextlib.contextmanager
-    def _fatal(self) -> Iterator[None]:
+    def _fatal(self, sender: str) -> Iterator[None]:
         try:
             yield
         except RoostError as error:
+            logger.error("peer_misbehaves job=%s peer=%s error=%s", self.assignment.job_id, sender, error.message)
+            error.message = f"{error.message} (sent by {sender})"
             self._on_failure(error, "")
 
-    def _take_gradients(self, message: m.Gradient, buffers: Sequence[Buffer]) -> None:
+    def _take_gradients(self, sender: str, message: m.Gradient, buffers: Sequence[Buffer]) -> None:
         allowed = self._program.sends.get(message.source_stage, ())
-        named = self._wire.arrived(message.values, message.codecs, buffers, allowed, training=True)
+        named = self._wire.arrived(message.values, message.codecs, buffers, allowed, training=True, sender=sender)
         self._gradients.setdefault(message.micro_batch, {})[message.source_stage] = named
         self._handle(schedules.GradientsArrived(number=message.micro_batch, source=message.source_stage))
 
@@ -236,7 +242,7 @@ class StageDriver:
         self._check_stage(sender, message.source_stage, self._other_stages)
         if self._stale(message.cluster):
             return
-        with self._fatal():
+        with self._fatal(sender):
             if message.square < 0:
                 raise MalformedMessageError(f"stage {message.source_stage} sends a negative square")
             self._squares[message.source_stage] = message.square

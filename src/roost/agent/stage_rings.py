@@ -52,6 +52,7 @@ class StageRings:
         self._held_s: dict[int, float] = {}  # compute time of each ring's last snapshot and average
         self._rounds_before = 0
         self._open = False
+        self._interrupted = False  # a round was given up for another plan, or before it
 
     @property
     def rounds_done(self) -> int:
@@ -65,6 +66,11 @@ class StageRings:
     def go(self) -> None:
         """All members have their rings: open rounds from now on."""
         self._open = True
+        if self._interrupted:
+            # What it was about should not wait until the next one is due.
+            self._interrupted = False
+            for driver in self._drivers.values():
+                driver.start_round()
 
     async def ready(self) -> None:
         """Wait until training may begin: what rings keep of the initial weights has been copied."""
@@ -74,6 +80,7 @@ class StageRings:
         """Average in the rings of another plan; a round that is under way is given up, and what it was about counts in the next."""
         self._open = False
         await self.stop()
+        self._interrupted |= any(driver.unfinished for driver in self._drivers.values())
         before = [driver.samples_before for driver in self._drivers.values()]
         self._rounds_before = self.rounds_done
         self._assignment = assignment

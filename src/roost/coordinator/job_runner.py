@@ -55,7 +55,7 @@ MOST_SETBACKS = 3
 
 
 CHECK_S = 1.0
-"""Deadline for a node to answer whom another node could not reach: its stage is built anew in any case."""
+"""Deadline for a node to answer whom another node could not reach."""
 RETURN_S = 10.0
 """How long a coordinator that was started again waits for the nodes of its job: they look for it every other second."""
 ATTEMPTS = 1 << 20
@@ -126,6 +126,7 @@ class JobRunner:
         self._grants: dict[int, tuple[int, m.LeaseGrant]] = {}  # per cluster, the number of its last request and what it was given
         self._released: set[int] = set()  # broken clusters whose leases were given to others
         self._moved = asyncio.Event()
+        self._checked: set[str] = set()  # nodes that are asked whether they are there
         self._order = 0
         self._attempt = 0
         self._returning: set[str] = set()  # nodes of a job that was restored, until they register
@@ -332,21 +333,28 @@ class JobRunner:
             return
         if message.peer:
             self.keeper.quarrel(node_id, message.peer)
-            if self.stage_of(message.peer) is not None:
-                self._spawn(self._check(message.peer), "check")
+            self.suspect(node_id, message.peer)
         elif not isinstance(error, MENDED) or self._set_back():
             self.fail(error)
             return
         self._break(number)
 
+    def suspect(self, node_id: str, peer: str) -> None:
+        """A node could not reach another one. Raises ForbiddenError if it has no stage itself."""
+        if self.stage_of(node_id) is None:
+            raise ForbiddenError(f"node {node_id} runs no stage of job {self.job_id}")
+        if self.stage_of(peer) is not None and peer not in self._checked:
+            self._checked.add(peer)
+            self._spawn(self._check(peer), "check")
+
     async def _check(self, node_id: str) -> None:
-        """Hold the stage of a node that another could not reach: if it does not answer soon, it is lost."""
+        """Ask a node that another could not reach whether it is there: if it does not answer soon, it is lost."""
         try:
-            await self._calls.call(node_id, m.HoldStage(job_id=self.job_id), CHECK_S)
+            await self._calls.call(node_id, m.ProbeLinks(targets=(), payload_bytes=0), CHECK_S)
         except NodeLostError as error:
             self._lost_in_repair(node_id, error.message)
-        except RoostError as error:
-            logger.info("stage_not_held job=%s node=%s error=%s", self.job_id, node_id, error.message)
+        finally:
+            self._checked.discard(node_id)
 
     def node_lost(self, node_id: str, what: str) -> None:
         """A node is not there any more, or has lost its stage: the job goes on without it."""

@@ -146,6 +146,9 @@ class Coordinator:
             case m.StageFailed():
                 self._running(message.job_id).stage_failed(sender.peer_id, message)
                 return m.Done(), []
+            case m.PeerSuspected():
+                self._running(message.job_id).suspect(sender.peer_id, message.peer)
+                return m.Done(), []
             case m.LeaveRequest():
                 await self._leave(sender)
                 return m.Done(), []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn
 
 import grpc
@@ -58,7 +58,7 @@ class Link:
         *,
         on_break: Callable[[Link, Lane, RoostError], None],
     ) -> None:
-        """`on_break` is told when the stream ends while nobody sends on it and it was not closed here."""
+        """`on_break` is told when the stream breaks while nobody sends on it: what the peer was sent last may be lost."""
         self.peer = peer
         self._on_break = on_break
         self._own_id = own_id
@@ -67,6 +67,7 @@ class Link:
         self._config = config
         self._meter = meter
         self._lock = asyncio.Lock()
+        self._senders = 0
         self._stream: SendStream | None = None
         self._frame_bytes = config.frame_bytes
         self.broken: RoostError | None = None
@@ -74,34 +75,15 @@ class Link:
 
     async def send(self, packed: PackedMessage) -> None:
         """Write one message to the stream, after those that were sent before. Raises what `Transport.send` does."""
-        async with self._lock:
-            if self.broken is not None:
-                raise self.broken
-            opening = self._stream is None
-            stream = self._stream = self._stream or SendStream(self._channel, on_end=self._stream_ended)
-            whole = False
-            try:
-                if opening:
-                    # The peer answers at once when it has accepted us: so a refusal shows here and not after some messages.
-                    self._frame_bytes = frame_bytes_for(await stream.rpc.initial_metadata(), self._config.frame_bytes)
-                    logger.info("stream_opened node=%s peer=%s lane=%s", self._own_id, self.peer.peer_id, self._lane)
-                if stream.ended:
-                    raise asyncio.InvalidStateError("the stream has ended")
-                with self._meter.message(self._lane):
-                    for frame in packed.frames(self._frame_bytes):
-                        async with self._meter.frame(len(frame), self._lane):
-                            await stream.rpc.write(frame)
-                whole = True
-            except RPC_ERRORS as error:
-                raise await self._reason(stream) from error
-            except asyncio.CancelledError as error:
-                self._raise_if_cut(error)
-            finally:
-                # A message that was cut short leaves the stream unusable: the peer sees it end.
-                if not whole:
-                    stream.cancel()
-                    self._stream = None
-            self._meter.message_sent()
+        self._senders += 1
+        try:
+            async with self._lock:
+                await self._send(packed)
+        finally:
+            self._senders -= 1
+            # It may have ended just after the message had gone out whole.
+            if self._stream is not None and self._stream.heard:
+                self._stream_ended(self._stream)
 
     async def call(self, packed: PackedMessage) -> Reply:
         """Make one call and return its reply. Raises what `Transport.call` does."""
@@ -131,31 +113,74 @@ class Link:
             raise error_from(reply.message)
         return reply
 
-    async def close(self) -> None:
-        """End the stream, wait shortly until the peer has taken everything, and close the connection."""
-        if self.broken is None:
+    def close(self) -> Coroutine[Any, Any, None]:
+        """Let nobody use it from now on; return what ends the stream, waits shortly until the peer has taken everything, and disconnects.
+
+        If a call had found the connection broken, `on_break` is told of a stream of which the peer has not taken everything.
+        """
+        broken, stream = self.broken, self._stream
+        self._stream = None
+        if broken is None:
             self.broken = PeerUnreachableError(f"{self._own_id} closed its connection to {self.peer.peer_id}")
-        stream, self._stream = self._stream, None
+        return self._end(stream, broken if self._senders == 0 else None)
+
+    async def _end(self, stream: SendStream | None, broken: RoostError | None) -> None:
         if stream is not None:
+            taken = False
             with contextlib.suppress(*RPC_ERRORS):
-                await stream.finish(FLUSH_S)
+                taken = await stream.finish(FLUSH_S)
+            if broken is not None and not taken:
+                self._on_break(self, self._lane, broken)
         await self._channel.close()
 
+    async def _send(self, packed: PackedMessage) -> None:
+        if self.broken is not None:
+            raise self.broken
+        opening = self._stream is None
+        stream = self._stream = self._stream or SendStream(self._channel, on_end=self._stream_ended)
+        whole = False
+        try:
+            if opening:
+                # The peer answers at once when it has accepted us: so a refusal shows here and not after some messages.
+                self._frame_bytes = frame_bytes_for(await stream.rpc.initial_metadata(), self._config.frame_bytes)
+                logger.info("stream_opened node=%s peer=%s lane=%s", self._own_id, self.peer.peer_id, self._lane)
+            if stream.ended:
+                raise asyncio.InvalidStateError("the stream has ended")
+            with self._meter.message(self._lane):
+                for frame in packed.frames(self._frame_bytes):
+                    async with self._meter.frame(len(frame), self._lane):
+                        await stream.rpc.write(frame)
+            whole = True
+        except RPC_ERRORS as error:
+            await stream.listen(REASON_S)
+            raise self._reason(stream) from error
+        except asyncio.CancelledError as error:
+            self._raise_if_cut(error)
+        finally:
+            # A message that was cut short leaves the stream unusable: the peer sees it end.
+            if not whole:
+                stream.cancel()
+                self._stream = None
+        self._meter.message_sent()
+
     def _stream_ended(self, stream: SendStream) -> None:
-        """The peer or the network has ended a stream; whoever is sending on it hears it from that."""
-        if stream is not self._stream or self._lock.locked() or self.broken is not None:
+        """The peer or the network has ended a stream; whoever is sending on it, or about to, hears it from that."""
+        if stream is not self._stream or self._senders > 0:
             return
         self._stream = None
+        reason = self._reason(stream)
         stream.cancel()
-        self._on_break(self, self._lane, self._unreachable("the stream has ended"))
+        self._on_break(self, self._lane, reason)
 
-    async def _reason(self, stream: SendStream) -> RoostError:
+    def _reason(self, stream: SendStream) -> RoostError:
         """Return why the peer, or the network, ended the stream."""
         try:
-            frame = await stream.last_words(REASON_S)
+            frame = stream.last_words()
+            complete = Assembler(self._config).feed(frame) if frame else None
         except RPC_ERRORS as error:
             return self._unreachable(_describe(error))
-        complete = Assembler(self._config).feed(frame) if frame else None
+        except RoostError as error:
+            return error
         if complete is None or not isinstance(complete[0], Failed):
             return self._unreachable("the stream has ended")
         reported = error_from(complete[0])
@@ -206,24 +231,36 @@ class SendStream:
         """True once the peer or the network has ended it."""
         return self._words.done() or bool(self.rpc.done())
 
-    async def last_words(self, wait_s: float) -> bytes:
-        """Return the frame the peer ended the stream with, or nothing. Raises what grpc does if the connection broke."""
+    @property
+    def heard(self) -> bool:
+        """True once what the peer ended it with, or how the connection broke, is known."""
+        return self._words.done() and not self._words.cancelled()
+
+    async def listen(self, wait_s: float) -> None:
+        """Wait up to `wait_s` for what the peer ends it with."""
         await asyncio.wait({self._words}, timeout=wait_s)
-        if not self._words.done() or self._words.cancelled():
+
+    def last_words(self) -> bytes:
+        """Return the frame the peer ended the stream with, or nothing. Raises what grpc does if the connection broke."""
+        if not self.heard:
             return b""
         words = self._words.result()
         if isinstance(words, bytes):
             return words
         raise words
 
-    async def finish(self, wait_s: float) -> None:
-        """Tell the peer that nothing more comes, and wait up to `wait_s` until it has taken everything."""
+    async def finish(self, wait_s: float) -> bool:
+        """Tell the peer that nothing more comes, wait up to `wait_s` until it has taken everything, and return whether it has."""
+        taken = False
         if not self.ended:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
                     await self.rpc.done_writing()
-                    await asyncio.wait({self._words})
+                    await self.listen(wait_s)
+                    # A peer that has read to the end of it ends it without a word.
+                    taken = self.heard and self._words.result() == b""
         self.cancel()
+        return taken
 
     def cancel(self) -> None:
         """End it at once."""

@@ -127,6 +127,7 @@ class Pipe:
         self.lifeline = lifeline
         self.queue: asyncio.Queue[Frames] = asyncio.Queue(PIPE_MESSAGES)
         self.lock = asyncio.Lock()
+        self.senders = 0
         self.worker: asyncio.Task[None] | None = None
 
 
@@ -232,15 +233,22 @@ class InprocTransport:
 
     async def _send(self, peer: Peer, packed: PackedMessage, lane: Lane) -> None:
         pipe = self._pipe(peer, lane)
-        async with pipe.lock:
+        pipe.senders += 1
+        try:
+            async with pipe.lock:
+                if pipe.lifeline.error is not None:
+                    raise self._drop(peer, lane, pipe, pipe.lifeline.error)
+                frames = await self._transmit(packed, lane)
+                try:
+                    await pipe.lifeline.race(pipe.queue.put(frames))
+                except RoostError as error:
+                    raise self._drop(peer, lane, pipe, error) from error
+                self._meter.message_sent()
+        finally:
+            pipe.senders -= 1
+            # It may have broken just after the message had been taken.
             if pipe.lifeline.error is not None:
-                raise self._drop(peer, lane, pipe, pipe.lifeline.error)
-            frames = await self._transmit(packed, lane)
-            try:
-                await pipe.lifeline.race(pipe.queue.put(frames))
-            except RoostError as error:
-                raise self._drop(peer, lane, pipe, error) from error
-            self._meter.message_sent()
+                self._pipe_broke((peer.peer_id, lane), pipe, pipe.lifeline.error)
 
     def _pipe(self, peer: Peer, lane: Lane) -> Pipe:
         self._require_running(peer)
@@ -254,9 +262,15 @@ class InprocTransport:
         return pipe
 
     def _pipe_broke(self, key: tuple[str, Lane], pipe: Pipe, error: RoostError) -> None:
-        if self._pipes.get(key) is pipe and not pipe.lock.locked() and self._handler is not None and not self._stopping:
+        """Whoever is sending, or about to, hears it from that; if nobody is, the watcher is told and the next send connects again."""
+        if self._pipes.get(key) is pipe and pipe.senders == 0:
+            del self._pipes[key]
             # Not from within whatever has cut it.
-            asyncio.get_running_loop().call_soon(self._watcher, *key, error)
+            asyncio.get_running_loop().call_soon(self._tell, key, error)
+
+    def _tell(self, key: tuple[str, Lane], error: RoostError) -> None:
+        if self._handler is not None and not self._stopping:
+            self._watcher(*key, error)
 
     def _drop(self, peer: Peer, lane: Lane, pipe: Pipe, error: RoostError) -> RoostError:
         if self._pipes.get((peer.peer_id, lane)) is pipe:

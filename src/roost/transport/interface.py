@@ -91,9 +91,10 @@ class Transport(Protocol):
         """What it has carried so far."""
 
     def watch_streams(self, watcher: StreamWatcher) -> None:
-        """Tell `watcher` when a stream that was sent on breaks, unless this endpoint closed it: what was taken last may be lost.
+        """Tell `watcher` when a stream that was sent on breaks while nobody sends on it: what was taken last may be lost.
 
-        Without it a sender that has nothing more to send would never know.
+        Without it a sender that has nothing more to send would never know. Who is sending when it breaks is told by the error that
+        is raised there, and the watcher is not told as well. Nor is it when this endpoint forgets the peer or stops.
         """
 
     async def start(self, handler: Handler) -> None:
