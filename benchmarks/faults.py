@@ -2,9 +2,9 @@
 
 Six nodes that are emulated on this machine (declared memory, paced computation) form three clusters of two and train a small model of
 the characters of Python's help topics, while faults drawn from a seed come: nodes are killed, frozen, cut off, the coordinator is
-killed, everything is killed and resumed (`roost chaos` does the same to a job of yours). Then the same job runs undisturbed for as many epochs. Last, five
-clusters of one node, on lines of 100 Mbit/s, lose a member in the middle of an averaging round. `--hivemind PYTHON` does that to hivemind's
-averager, run by an interpreter that has it.
+killed, everything is killed and resumed (`roost chaos` does the same to a job of yours). Then the same job runs undisturbed for as many
+epochs. Last, five clusters of one node, on lines of 100 Mbit/s, lose a member in the middle of an averaging round. `--hivemind PYTHON`
+does that to hivemind's averager, run by an interpreter that has it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from roost.chaos.schedule import FaultKind, draw
 from roost.chaos.session import ChaosResult, ChaosSession
 from roost.config import NodeOptions
 
-CONTEXT, SAMPLES, VALIDATION = 16, 32_768, 4_096
+CONTEXT, SAMPLES, VALIDATION = 16, 8_192, 4_096
 WIDTH, HIDDEN = 256, 6
-NODES = tuple(NodeOptions(name=f"node-{index}", memory="10MB", relative_speed=0.05) for index in range(6))
+NODES = tuple(NodeOptions(name=f"node-{index}", memory="10MB", relative_speed=0.08) for index in range(6))
 """Two nodes hold the training state of the model, none holds it alone."""
 WINDOW_S = 5.0
 """Before a fault, to compare the rates of other clusters with."""

@@ -132,12 +132,7 @@ def case(present: int, *, job: bool, minutes: float, heartbeat_s: float, longer:
         try:
             figures = pool.loop.run_until_complete(play(pool, present=present, job=job, minutes=minutes, budget_s=budget_s))
         finally:
-            left = asyncio.all_tasks(pool.loop)
-            for task in left:
-                task.cancel()
-            pool.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
-            pool.loop.close()
-            pool.store.close()
+            pool.close()
     return {"nodes": present, "with_job": job, "heartbeat_s": heartbeat_s, "mean_session_s": churn.mean_s, **figures}
 
 

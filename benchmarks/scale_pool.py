@@ -13,7 +13,7 @@ from unittest import mock
 
 from benchmarks.planning_pools import Scenario
 from benchmarks.scale_churn import Churn
-from benchmarks.scale_clock import COORDINATOR, OTHERS, REAL_CLOCK, VirtualClock
+from benchmarks.scale_clock import COORDINATOR, OTHERS, REAL_CPU, VirtualClock
 from benchmarks.scale_nodes import TORCH, Doing, EmulatedNode
 from roost import messages as m
 from roost.config import CoordinatorConfig, TransportConfig
@@ -105,7 +105,7 @@ class EmulatedPool:
         self.messages: Counter[str] = Counter()
         self.nbytes: Counter[str] = Counter()
         self.replans: list[tuple[str, float]] = []
-        """Kind, and seconds of real time."""
+        """Kind, and CPU seconds."""
         self.repairs: list[float] = []
         """Seconds of virtual time from the loss of a stage's node to a plan that is carried out without it."""
         self.departures = 0
@@ -125,6 +125,7 @@ class EmulatedPool:
         self.transport = CoordinatorTransport(self)
         self.coordinator: Coordinator | None = None
         self.error = ""
+        self._closed = False
 
     @property
     def now(self) -> float:
@@ -153,6 +154,8 @@ class EmulatedPool:
         self.loop.call_later(LATENCY_S, self._arrive, sender, message, heard)
 
     def _arrive(self, sender: Sender, message: m.Message, heard: Callable[[m.Message | RoostError], None]) -> None:
+        if self._closed:
+            return
         self.loop.create_task(self._serve(sender, message, heard), context=COORDINATOR.copy())
 
     async def _serve(self, sender: Sender, message: m.Message, heard: Callable[[m.Message | RoostError], None]) -> None:
@@ -273,6 +276,16 @@ class EmulatedPool:
             if node.there:
                 node.settle()
 
+    def close(self) -> None:
+        """End everything that is under way, and the loop."""
+        self._closed = True
+        while left := asyncio.all_tasks(self.loop):
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self.loop.close()
+        self.store.close()
+
     # ------------------------------------------------------------ measuring
 
     def patches(self) -> list[Any]:
@@ -280,11 +293,11 @@ class EmulatedPool:
 
         def timed(kind: str, plan: Callable[..., Any]) -> Callable[..., Any]:
             def plan_and_time(*arguments: Any, **options: Any) -> Any:
-                began = REAL_CLOCK()
+                began = REAL_CPU()
                 try:
                     return plan(*arguments, **options)
                 finally:
-                    self.replans.append((kind, REAL_CLOCK() - began))
+                    self.replans.append((kind, REAL_CPU() - began))
 
             return plan_and_time
 

@@ -17,23 +17,24 @@ from roost.chaos.schedule import Fault, FaultKind
 from roost.chaos.session import ChaosResult, ChaosSession
 from roost.config import NodeOptions
 
+SAMPLES = 400
 NAMES = ("attic", "barn", "cellar", "desk", "shed")
 """Two of them hold the model: two clusters, and one node to spare."""
 
 
-def deep_job(directory: Path, *, epochs: int, **fields: object) -> roost.Job:
-    """Return a job whose model two nodes can hold."""
+def deep_job(directory: Path, **fields: object) -> roost.Job:
+    """Return a job whose model two nodes can hold; it does not end by itself."""
     torch.manual_seed(0)
     layers = [nn.Linear(8, 64), *(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 3)]
-    settings: dict[str, object] = {"sync_interval": 10, "averaging_interval": 8, **fields}
-    return small_job(directory, model=nn.Sequential(*layers), samples=400, epochs=epochs, **settings)
+    settings: dict[str, object] = {"sync_interval": 2, "averaging_interval": 8, **fields}
+    return small_job(directory, model=nn.Sequential(*layers), samples=SAMPLES, epochs=100_000, **settings)
 
 
-def played(directory: Path, faults: list[Fault], *, epochs: int) -> ChaosResult:
-    """Return what became of a job on five paced nodes under these faults."""
-    memory = nodes_for_stages(deep_job(directory, epochs=1, max_clusters=1), ["a", "b"])[0].memory_bytes * 5 // 4
+def played(directory: Path, faults: list[Fault]) -> ChaosResult:
+    """Return what became of a job on five paced nodes under these faults; it is stopped when they are over."""
+    memory = nodes_for_stages(deep_job(directory, max_clusters=1), ["a", "b"])[0].memory_bytes * 8 // 5
     nodes = [NodeOptions(name=name, memory=memory, relative_speed=0.1) for name in NAMES]
-    job = deep_job(directory, epochs=epochs, max_clusters=2)
+    job = deep_job(directory, max_clusters=2)
     return ChaosSession(job, nodes, directory, faults, on_incident=lambda incident: None).run()
 
 
@@ -57,30 +58,30 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def broken_nodes(marked: Path) -> ChaosResult:
-    """A node is frozen and goes on; then one is killed and does not come back."""
-    faults = [fault(FaultKind.FREEZE, at_s=4.0, lasts_s=12.0), fault(FaultKind.KILL, at_s=20.0, lasts_s=1000.0)]
-    return played(marked / "nodes", faults, epochs=400)
+    """A node is frozen and goes on; then one is killed, and started again."""
+    faults = [fault(FaultKind.FREEZE, at_s=4.0, lasts_s=12.0), fault(FaultKind.KILL, at_s=20.0, lasts_s=5.0)]
+    return played(marked / "nodes", faults)
 
 
 @pytest.fixture(scope="module")
 def broken_coordinator(marked: Path) -> ChaosResult:
     """The coordinator is killed and started again; then everything is."""
     faults = [fault(FaultKind.COORDINATOR, at_s=4.0, lasts_s=1.0), fault(FaultKind.RESTART, at_s=12.0, lasts_s=0.5)]
-    return played(marked / "coordinator", faults, epochs=200)
+    return played(marked / "coordinator", faults)
 
 
-def finished(result: ChaosResult, epochs: int) -> None:
+def nothing_is_lost(result: ChaosResult) -> None:
     assert result.finished, result.error
     assert result.crashes == ()
     assert (result.data.lost, result.data.applied_twice) == (0, 0)
-    assert result.data.trained == 400 * epochs
+    assert result.data.trained >= SAMPLES
 
 
 def test_the_stages_of_a_frozen_and_of_a_killed_node_are_taken_over_and_no_sample_is_lost(broken_nodes: ChaosResult) -> None:
     frozen, killed = broken_nodes.recoveries
     assert (frozen.incident.had_stage, frozen.replanned) == (True, True)
     assert (killed.incident.had_stage, killed.replanned) == (True, True)
-    finished(broken_nodes, 400)
+    nothing_is_lost(broken_nodes)
 
 
 def test_a_frozen_node_is_given_up_while_it_is_frozen_and_joins_again_when_it_goes_on(broken_nodes: ChaosResult) -> None:
@@ -101,6 +102,7 @@ def test_a_job_goes_on_without_its_coordinator_and_is_there_again_when_that_is_b
 
 
 def test_everything_is_killed_and_the_job_goes_on_from_its_last_checkpoint(broken_coordinator: ChaosResult) -> None:
-    finished(broken_coordinator, 200)
+    nothing_is_lost(broken_coordinator)
     epochs = [line.epoch for line in broken_coordinator.history]
-    assert epochs == list(range(10, 201, 10))
+    assert epochs == sorted(set(epochs))
+    assert broken_coordinator.recoveries[-1].seconds is not None

@@ -601,7 +601,7 @@ class JobRunner:
     async def _repair(self) -> None:
         assert self._repairer is not None, "nothing is repaired before it is planned"
         await self._repairer.repair(self._order, leaving=self._leaving)
-        if self.lifecycle.ended:
+        if self.lifecycle.ended or self._repairing is not asyncio.current_task():
             return
         self.repairs += 1
         self._released.clear()

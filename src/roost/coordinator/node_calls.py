@@ -18,10 +18,22 @@ def peer_of(node: NodeProfile) -> Peer:
 
 
 async def together(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Await all; the first failure cancels the rest and is raised as itself."""
-    async with asyncio.TaskGroup() as group:
-        for work in works:
-            group.create_task(work)
+    """Await all; the first failure cancels the rest and is raised as itself.
+
+    Not a TaskGroup: in Python 3.11 one whose task is cancelled while a call fails raises the failure, and the cancellation is lost.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    if not tasks:
+        return
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task for task in tasks if task.done() and not task.cancelled() and task.exception() is not None]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in failed:
+        task.result()
 
 
 def first_error(error: BaseException) -> BaseException:

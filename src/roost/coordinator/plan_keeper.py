@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -67,6 +68,17 @@ class PlanKeeper:
         """Return the stage a node runs or holds, None if it has none."""
         stages = self.plan.stages if self.plan is not None else ()
         return next((stage for stage in stages if stage.node_id == node_id and node_id not in self.gone), None)
+
+    @property
+    def apart(self) -> bool:
+        """True if nodes of a broken cluster cannot reach each other: as it is it would break again."""
+        clusters = self.plan.clusters if self.plan is not None else ()
+        broken = [cluster for cluster, number in zip(clusters, self.numbers, strict=True) if number in self.broken]
+        return any(
+            frozenset((one.node_id, other.node_id)) in self._useless
+            for cluster in broken
+            for one, other in itertools.combinations(cluster.stages, 2)
+        )
 
     @property
     def copies(self) -> tuple[Holder, ...]:

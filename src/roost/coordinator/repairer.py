@@ -162,7 +162,7 @@ class Repairer:
                 if not pool:
                     raise PlanningError("no node is left")
                 # First only what is broken, and soon; whether more is worth changing is looked at when training goes on.
-                improve = not self._keeper.broken
+                improve = not self._keeper.broken or self._keeper.apart
                 return await asyncio.to_thread(self._keeper.next_plan, pool, random.Random(self._seed), improve=improve)
             except PlanningError as error:
                 await self._wait_for_nodes(deadline, error)

@@ -81,7 +81,7 @@ class Link:
                 await self._send(packed)
         finally:
             self._senders -= 1
-            # It may have ended just after the message had gone out whole.
+            # It may have ended under one that gave up waiting for its turn.
             if self._stream is not None and self._stream.heard:
                 self._stream_ended(self._stream)
 
@@ -150,6 +150,8 @@ class Link:
                 for frame in packed.frames(self._frame_bytes):
                     async with self._meter.frame(len(frame), self._lane):
                         await stream.rpc.write(frame)
+            if stream.ended:
+                raise asyncio.InvalidStateError("the stream has ended")
             whole = True
         except RPC_ERRORS as error:
             await stream.listen(REASON_S)

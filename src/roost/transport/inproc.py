@@ -243,10 +243,12 @@ class InprocTransport:
                     await pipe.lifeline.race(pipe.queue.put(frames))
                 except RoostError as error:
                     raise self._drop(peer, lane, pipe, error) from error
+                if pipe.lifeline.error is not None:
+                    raise self._drop(peer, lane, pipe, pipe.lifeline.error)
                 self._meter.message_sent()
         finally:
             pipe.senders -= 1
-            # It may have broken just after the message had been taken.
+            # It may have broken under one that gave up waiting for its turn.
             if pipe.lifeline.error is not None:
                 self._pipe_broke((peer.peer_id, lane), pipe, pipe.lifeline.error)
 

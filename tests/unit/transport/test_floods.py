@@ -28,6 +28,9 @@ LIMITS = TransportConfig(
     connect_s=1.0, idle_s=0.3, peer_calls=8, peer_streams=4, peer_calls_per_s=200, max_message_bytes=4 << 20, max_header_bytes=1 << 16
 )
 
+SMALL_WINDOW = TransportConfig(downlink_bytes_per_s=float(1 << 20))
+"""A connection that takes 64 KiB ahead of what is read. Others take as much as the line seems to carry: whole replies, if it is fast."""
+
 
 class Listener(logging.Handler):
     """Sets an event when a line with a certain text is logged."""
@@ -69,9 +72,9 @@ class Scene:
         host, _, port = self.victim.address.rpartition(":")
         return host, int(port)
 
-    def channel(self) -> Any:
+    def channel(self, config: TransportConfig | None = None) -> Any:
         """Return a new connection of the hostile peer, to do with what it likes."""
-        channel = open_channel(peer_of(self.victim), self.evil._credentials, TransportConfig())
+        channel = open_channel(peer_of(self.victim), self.evil._credentials, config or TransportConfig())
         self.channels.append(channel)
         return channel
 
@@ -116,7 +119,7 @@ def test_a_flood_of_connections_without_a_certificate_does_not_stop_those_that_a
 
     async def main() -> None:
         async with scene(tmp_path) as made:
-            attackers = [asyncio.create_task(attack(made.address, number)) for number in range(40)]
+            attackers = [asyncio.create_task(attack(made.address, number)) for number in range(200)]
             await made.exchange()
             for attacker in attackers:
                 attacker.cancel()
@@ -236,7 +239,7 @@ def test_a_peer_that_does_not_read_its_replies_is_cut_off_and_stalls_nobody(tmp_
         async with scene(tmp_path) as made:
             made.recorder.reply = (Ping(), [bytes(LIMITS.max_message_bytes)])
             with listening_for("slow_reader node=victim peer=evil") as cut:
-                channel = made.channel()
+                channel = made.channel(SMALL_WINDOW)
                 rpcs = [channel.stream_stream(CALL_METHOD)() for _ in range(4)]
                 for rpc in rpcs:
                     await rpc.write(next(iter(pack(Ping(), (), TransportConfig()).frames(1 << 20))))
