@@ -22,7 +22,7 @@ OTHERS = contextvars.copy_context()
 """The emulated nodes and the benchmark itself."""
 
 REAL_CPU = time.thread_time
-REAL_CLOCK = time.perf_counter
+REAL_PROCESS = time.process_time
 
 
 class VirtualClock(asyncio.BaseEventLoop):
