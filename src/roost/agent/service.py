@@ -289,8 +289,10 @@ class Agent:
 
         Raises ForbiddenError for a node that the coordinator has not named, JobRefusedError, MalformedMessageError.
         """
-        if self._copy is not None and self._copy[0].message.job_id == job_id and self._driver is None:
-            return state_reply(*self._copy[0].part(names))
+        copy = self._copy[0] if self._copy is not None and self._copy[0].message.job_id == job_id else None
+        driver = self._driver if self._driver is not None and self._driver.assignment.job_id == job_id else None
+        if copy is not None and (driver is None or sender.peer_id in driver.assignment.peers) and copy.tensors.keys() >= set(names):
+            return state_reply(*copy.part(names))
         driver = self._stage_of(job_id)
         backups = {backup.node_id for backup in driver.assignment.plan.backup_stages}
         if sender.peer_id not in self._borrowers | backups:

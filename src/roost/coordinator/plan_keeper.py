@@ -24,6 +24,8 @@ HOLD_S = 5.0
 """Deadline for a node to hold or drop its stage, or to take note of a plan that leaves it its stage."""
 QUARRELS = 2
 """Times that two nodes of a cluster may lose each other before the planner is told that the link between them is useless."""
+LEAST_GAIN = 0.1
+"""A running job is stopped for a change that nothing forces only if it is predicted to train so much more: what is measured is noisier than less."""
 USELESS_BYTES_PER_S = 1e3
 USELESS_LATENCY_S = 60.0
 
@@ -200,6 +202,9 @@ class PlanKeeper:
             improve=improve,
         )
         if change is None:
+            return plan
+        now = change.plan.samples_per_s - change.gain_samples_per_s
+        if not change.forced and not self.broken and change.gain_samples_per_s < LEAST_GAIN * now:
             return plan
         logger.info("plan_changes job=%s reason=%s", self._config.job_id, change.reason)
         return change.plan

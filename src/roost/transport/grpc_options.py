@@ -85,7 +85,7 @@ def server_options(config: TransportConfig) -> GrpcOptions:
         # Two processes must not share a port unnoticed.
         ("grpc.so_reuseport", 0),
         # The one bound on connections without a certificate. grpc has a limit on their number, too, "max_allowed_incoming_connections",
-        # but in grpc 1.85 a handshake that runs into its deadline under that limit ends the whole process.
+        # but it counts all of them: whoever fills it shuts honest peers out.
         ("grpc.server_handshake_timeout_ms", int(config.connect_s * 1000)),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         # Peers may be configured to ping more often than we do.

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 FAREWELL_S = 0.2
 """How long an endpoint that stops waits for its senders to let go of their streams."""
 
+GONE = (grpc.aio.AioRpcError, grpc.aio.AbortError, grpc.aio.InternalError, grpc.aio.UsageError, asyncio.InvalidStateError)
+"""What grpc raises when a stream or call has ended under the one who answers on it."""
+
 Result = TypeVar("Result")
 Admit = Callable[[Sender, str], None]
 """Gets a peer and the hex SHA-256 of the key that it proved to hold. Raises RoostError to refuse it."""
@@ -203,6 +206,6 @@ class GrpcService:
                 error.message,
             )
         # Not held to the uplink: it is small, and the sender should stop now. A sender that is gone need not hear it.
-        with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.AbortError, asyncio.InvalidStateError, grpc.aio.UsageError):
+        with contextlib.suppress(*GONE):
             for frame in pack(failed_from(error), (), self._config).frames(MAX_FRAME_BYTES):
                 await context.write(frame)

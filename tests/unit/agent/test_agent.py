@@ -22,8 +22,8 @@ from roost.capture.cut import cut, legal_cuts
 from roost.capture.export import Captured, capture
 from roost.capture.graph_format import to_bytes
 from roost.config import PAUSE_FILE, AgentConfig, JobConfig, NamedArguments
-from roost.errors import JobRefusedError, MalformedMessageError, OutOfBudgetError
-from roost.pipeline.tensor_bytes import spec_of, to_buffer
+from roost.errors import ForbiddenError, JobRefusedError, MalformedMessageError, OutOfBudgetError
+from roost.pipeline.tensor_bytes import from_buffer, spec_of, to_buffer
 from roost.transport.inproc import InprocNetwork, InprocTransport
 from roost.transport.interface import Buffer, Sender
 from roost.types import ClusterPlan, MicroBatch, Peer, Plan, Role, StagePlan, TensorKind, TensorRecord
@@ -337,3 +337,24 @@ def test_a_stage_whose_tensors_alone_take_more_than_the_node_lends_is_refused_wh
     check_tensors(given, (trainable, buffer), 4 * 400 + 200)
     with pytest.raises(OutOfBudgetError, match="needs"):
         check_tensors(given, (trainable, buffer), 4 * 400 + 199)
+
+
+def test_a_stage_that_is_held_is_lent_to_the_nodes_that_the_coordinator_named_and_to_nobody_else() -> None:
+    async def scenario(scene: Scene, agent: Agent) -> None:
+        await scene.prepare()
+        names = tuple(record.name for record in scene.programs[1].tensors)
+        for name in ("first", "stranger"):
+            with pytest.raises(ForbiddenError, match=f"{name} may not fetch the stage of node last"):
+                await scene.call(name, m.FetchState(job_id="job", names=names))
+        await scene.call("coordinator", m.HoldStage(job_id="job", borrowers=("first",)))
+        reply = await scene.transports["first"].call(scene.peers["last"], m.FetchState(job_id="job", names=names), deadline_s=20)
+        assert isinstance(reply.message, m.StateReply)
+        assert tuple(spec.name for spec in reply.message.tensors) == names
+        for spec, buffer in zip(reply.message.tensors, reply.buffers, strict=False):
+            assert torch.equal(from_buffer(spec, buffer), scene.captured.tensors[spec.name])
+        with pytest.raises(ForbiddenError):
+            await scene.call("stranger", m.FetchState(job_id="job", names=names))
+        with pytest.raises(MalformedMessageError, match="does not hold"):
+            await scene.call("first", m.FetchState(job_id="job", names=("of.another.stage",)))
+
+    play(scenario)
