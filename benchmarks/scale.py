@@ -1,9 +1,10 @@
 """How far one coordinator reaches: pools of 1,000 and 10,000 emulated nodes that come and go, around the real coordinator.
 
-`python -m benchmarks.scale` prints one JSON object as its last line. Real: the coordinator with its SQLite database on the disk, the planner
-and the re-planner, membership and leases, and the encoding of every message. Emulated: nodes (they answer, lease and report at the rates that
-the plan predicts, and fetch state at the rates of their links), the requester, the network (20 ms each way), and time: it jumps from event to event,
-and for the coordinator a second passes for each CPU second that it uses, so that one that is asked too much falls behind. gRPC and TLS are left out.
+`python -m benchmarks.scale` prints one JSON object as its last line. Real: the coordinator with its SQLite database on the disk, the
+planner and the re-planner, membership and leases, and the encoding of every message. Emulated: nodes (they answer, lease and report at
+the rates that the plan predicts, and fetch state at the rates of their links), the requester, the network (20 ms each way), and time: it
+jumps from event to event, and for the coordinator a second passes for each CPU second that it uses, so that one that is asked too much
+falls behind. gRPC and TLS are left out.
 """
 
 from __future__ import annotations
@@ -68,7 +69,12 @@ async def play(pool: EmulatedPool, *, present: int, job: bool, minutes: float, b
     else:
         figures = await _measure(pool, minutes=minutes, until=began + budget_s)
     broke = next((repr(task.exception()) for task in tasks if task.done() and not task.cancelled()), "")
-    figures |= {"broke": broke, "start": start, "rss_mb": (process.memory_info().rss - rss_before) / 1e6, "cpu_s_of_the_run": REAL_PROCESS() - began}
+    figures |= {
+        "broke": broke,
+        "start": start,
+        "rss_mb": (process.memory_info().rss - rss_before) / 1e6,
+        "cpu_s_of_the_run": REAL_PROCESS() - began,
+    }
     return figures
 
 
@@ -81,7 +87,8 @@ async def _measure(pool: EmulatedPool, *, minutes: float, until: float) -> dict[
     cpu, threads, virtual = pool.loop.cpu_s, pool.loop.thread_s, pool.now
     pool.loop.late_s = 0.0
     pool.begin_churn()
-    while pool.now < virtual + 60 * minutes and until > REAL_PROCESS():
+    # What is waited for is CPU time, which no event tells of.
+    while pool.now < virtual + 60 * minutes and until > REAL_PROCESS():  # noqa: ASYNC110
         await asyncio.sleep(LOOK_S)
     pool.settle()
     passed = (pool.now - virtual) / 60

@@ -87,7 +87,7 @@ class VirtualClock(asyncio.BaseEventLoop):
     def _process_events(self, event_list: Any) -> None:
         """There are no sockets."""
 
-    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """Run `func` now; its result arrives when the time that it really took has passed."""
         future = self.create_future()
         began = REAL_CPU()

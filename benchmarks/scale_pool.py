@@ -100,7 +100,7 @@ class EmulatedPool:
     def __init__(self, scenario: Scenario, *, present: int, churn: Churn, heartbeat_s: float, directory: Path, seed: int) -> None:
         self.loop = VirtualClock()
         self.heartbeat_s = heartbeat_s
-        self.spent: Counter[Doing] = Counter()
+        self.spent: dict[Doing, float] = defaultdict(float)
         """Seconds that nodes were there, by what they did."""
         self.messages: Counter[str] = Counter()
         self.nbytes: Counter[str] = Counter()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from collections import deque
 from collections.abc import Callable
 
 from torch import Tensor
@@ -20,6 +22,10 @@ from roost.types import Lease, MicroBatch, Peer
 logger = logging.getLogger(__name__)
 
 PREFETCHED_LEASES = 4
+"""Leases whose samples are fetched before their turn comes."""
+AHEAD_S = 5.0
+"""Seconds of training that are leased ahead: so long the cluster goes on while the coordinator is away."""
+MOST_AHEAD = 64
 FETCH_DEADLINE_S = 60.0
 EVALUATION_WINDOW = 2
 """Evaluation micro-batches in the pipeline, per stage."""
@@ -41,6 +47,9 @@ class Feeder:
         self._reporter = reporter
         self._inject = inject
         self._go = asyncio.Event()
+        self._ahead: asyncio.Queue[Lease] = asyncio.Queue()
+        self._taken = asyncio.Event()  # a lease has left `_ahead`
+        self._applied: deque[float] = deque(maxlen=MOST_AHEAD)  # when the last leases were done
         self._fetches: asyncio.Queue[tuple[Lease, asyncio.Task[tuple[Tensor, ...]]]] = asyncio.Queue(maxsize=PREFETCHED_LEASES)
         self._training_slots = asyncio.Semaphore(2)
         self._evaluation_slots = asyncio.Semaphore(EVALUATION_WINDOW * len(assignment.cluster.stages))
@@ -75,25 +84,29 @@ class Feeder:
         if self._open_batches[lease_id] > 0:
             return
         del self._open_batches[lease_id]
+        self._applied.append(time.monotonic())
         self._reporter.put(m.LeaseDone(job_id=self._job.job_id, cluster=self._job.number, lease_ids=(lease_id,)))
 
     async def run(self) -> None:
         """Lease, fetch and inject until cancelled, waiting where coordinator or requester are away. Raises MalformedMessageError."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._lease_and_fetch())
+                group.create_task(self._lease())
+                group.create_task(self._fetch_in_order())
                 group.create_task(self._inject_in_order())
         finally:
             for task in self._fetching:
                 task.cancel()
             await asyncio.gather(*self._fetching, return_exceptions=True)
 
-    async def _lease_and_fetch(self) -> None:
+    async def _lease(self) -> None:
         while True:
             await self._go.wait()
-            free = max(1, PREFETCHED_LEASES - self._fetches.qsize())
+            while (missing := self._wanted_ahead() - self._ahead.qsize()) <= 0:
+                self._taken.clear()
+                await self._taken.wait()
             self._requests += 1
-            request = m.LeaseRequest(job_id=self._job.job_id, cluster=self._job.number, want=free, number=self._requests)
+            request = m.LeaseRequest(job_id=self._job.job_id, cluster=self._job.number, want=missing, number=self._requests)
             self._go.clear()
             reply = (await self._insist(self._job.coordinator, request, None)).message
             if not isinstance(reply, m.LeaseGrant):
@@ -101,10 +114,23 @@ class Feeder:
             if not reply.drained:
                 self._go.set()
             for lease in reply.leases:
-                task = asyncio.create_task(self._fetch(lease), name=f"fetch-{lease.lease_id}")
-                self._fetching.add(task)
-                task.add_done_callback(self._fetching.discard)
-                await self._fetches.put((lease, task))
+                self._ahead.put_nowait(lease)
+
+    def _wanted_ahead(self) -> int:
+        """Return how many leases should wait here to be fetched: what is trained in AHEAD_S by the pace of the last ones."""
+        if len(self._applied) < 2 or self._applied[-1] <= self._applied[0]:
+            return 1
+        pace = (len(self._applied) - 1) / (self._applied[-1] - self._applied[0])
+        return max(1, min(MOST_AHEAD, int(AHEAD_S * pace)))
+
+    async def _fetch_in_order(self) -> None:
+        while True:
+            lease = await self._ahead.get()
+            self._taken.set()
+            task = asyncio.create_task(self._fetch(lease), name=f"fetch-{lease.lease_id}")
+            self._fetching.add(task)
+            task.add_done_callback(self._fetching.discard)
+            await self._fetches.put((lease, task))
 
     async def _insist(self, peer: Peer, request: m.Message, deadline_s: float | None) -> Reply:
         """Return the reply, asked for again while the peer is away, or does not know this stage: the coordinator says what becomes of it.

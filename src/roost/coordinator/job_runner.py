@@ -290,7 +290,7 @@ class JobRunner:
         closed = number in self.keeper.broken or (self._repairer is not None and number in self._repairer.draining)
         if self._leases is None or closed or self.state not in LEASING:
             return m.LeaseGrant(leases=(), drained=True)
-        want = max(1, min(request.want, MAX_LEASES))
+        want = self._leases.fair_number(max(1, min(request.want, MAX_LEASES)))
         leases, drained = self._leases.request(number, want)
         if leases:
             self._on_operation(LeaseOperation(cluster=number, want=want, number=request.number))

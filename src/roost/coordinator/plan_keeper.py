@@ -25,7 +25,7 @@ HOLD_S = 5.0
 QUARRELS = 2
 """Times that two nodes of a cluster may lose each other before the planner is told that the link between them is useless."""
 LEAST_GAIN = 0.1
-"""A running job is stopped for a change that nothing forces only if it is predicted to train so much more: what is measured is noisier than less."""
+"""Clusters stop for a change that nothing forces only if it is predicted to train so much more: what is measured is noisier than less."""
 USELESS_BYTES_PER_S = 1e3
 USELESS_LATENCY_S = 60.0
 

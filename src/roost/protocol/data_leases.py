@@ -187,6 +187,14 @@ class LeaseBook:
         """Return True if one of these clusters has leases that are not done."""
         return any(owner in clusters for owner, _ in self._leased.values())
 
+    def fair_number(self, want: int) -> int:
+        """Return how many of `want` leases a cluster should get at most: towards the end of a phase fewer, so that none is left waiting
+        for another that has much (guided self-scheduling, Polychronopoulos and Kuck 1987)."""
+        if len(self._shares) == 1 or (self.phase is LeasePhase.TRAINING and self._next_epoch < self._sync_epoch):
+            return want
+        left = sum(len(queue) for queue in self._queues.values())
+        return max(1, min(want, left // (2 * len(self._shares))))
+
     @property
     def clusters(self) -> tuple[int, ...]:
         """Clusters that may lease."""

@@ -320,3 +320,22 @@ def test_a_book_that_was_written_down_and_read_again_goes_on_as_if_nothing_had_b
     for cluster in sorted(alive):
         assert other.request(cluster, 3) == one.request(cluster, 3)
     assert (other.samples_done, other.replayed, other.all_done) == (one.samples_done, one.replayed, one.all_done)
+
+
+def test_towards_the_end_of_a_phase_clusters_get_fewer_leases_at_once_so_that_none_waits_for_another() -> None:
+    leases = book(samples=400, shares=(0.5, 0.5), epochs=2, sync_interval=2)
+    leases.open_training()
+    assert leases.fair_number(16) == 16
+    leases.request(0, 1)
+    assert leases.fair_number(16) == 16
+    for _ in range(5):
+        leases.request(0, 16)
+    wanted = []
+    while not leases.request(0, leases.fair_number(16))[1]:
+        wanted.append(leases.fair_number(16))
+    assert wanted == sorted(wanted, reverse=True) or not wanted
+    assert leases.fair_number(16) == 1
+    alone = book(samples=40)
+    alone.open_training()
+    alone.request(0, 1)
+    assert alone.fair_number(16) == 16
