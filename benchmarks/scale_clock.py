@@ -28,6 +28,9 @@ REAL_PROCESS = time.process_time
 class VirtualClock(asyncio.BaseEventLoop):
     """Runs callbacks in the order of their virtual time. Work for threads runs inline and takes the virtual time it really took."""
 
+    _scheduled: list[Any]
+    _ready: deque[Any]
+
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0

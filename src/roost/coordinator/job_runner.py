@@ -136,6 +136,8 @@ class JobRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._steps: set[asyncio.Task[None]] = set()  # those of them that end when the plan breaks
         self._repairing: asyncio.Task[None] | None = None
+        self._considering: asyncio.Task[None] | None = None
+        self._consider_again = False
         self._changed = asyncio.Event()
 
     # ------------------------------------------------------------ what others ask
@@ -389,8 +391,12 @@ class JobRunner:
         """Nodes have come or gone: look whether another plan is better."""
         if self._repairer is not None:
             self._repairer.pool_changed()
-        if self.state is JobState.TRAINING:
-            self._spawn(self._consider(), "consider", step=True)
+        if self.state is not JobState.TRAINING:
+            return
+        if self._considering is not None and not self._considering.done():
+            self._consider_again = True
+            return
+        self._considering = self._spawn(self._consider(), "consider", step=True)
 
     async def leave(self, node_id: str) -> None:
         """Return once a node has no stage any more. Raises JobRefusedError if the job cannot go on without it."""
@@ -535,7 +541,7 @@ class JobRunner:
     def _open_training(self) -> None:
         if self._started_at is None:
             self._started_at = time.monotonic()
-            self._spawn(self._consider(), "consider", step=True)
+            self._considering = self._spawn(self._consider(), "consider", step=True)
         self._book.open_training()
         self._spawn(self._continue(), "continue", step=True)
 
@@ -627,8 +633,14 @@ class JobRunner:
         self.node_lost(node_id, what)
 
     async def _consider(self) -> None:
-        """Change the plan if nodes that wait make another one worth it."""
-        await asyncio.sleep(SETTLE_S)
+        """Change the plan if nodes that wait make another one worth it; nodes that come meanwhile are looked at afterwards."""
+        self._consider_again = True
+        while self._consider_again:
+            self._consider_again = False
+            await asyncio.sleep(SETTLE_S)
+            await self._consider_once()
+
+    async def _consider_once(self) -> None:
         pool = [node for node in self._pool() if node.node_id not in self._leaving]
         try:
             following = await asyncio.to_thread(self.keeper.next_plan, pool, random.Random(self.config.seed))

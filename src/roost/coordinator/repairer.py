@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -28,6 +28,8 @@ MOST_FAILURES = 6
 """Attempts in a row that may fail for another reason than a lost node."""
 RETRY_S = 0.5
 """Pause after the first failed attempt; it doubles with each."""
+UNREACHED = re.compile(r"node (\S+) cannot go on: (\S+) at ")
+"""What a node says that could not reach another one."""
 REQUESTER_S = 10.0
 """Deadline for the requester to take note of a plan."""
 
@@ -115,10 +117,9 @@ class Repairer:
 
     def _blame_link(self, error: RoostError) -> None:
         """A node could not reach another one that has what it needs: look for a way without that link."""
-        pairs = itertools.permutations(sorted(self._calls.nodes), 2)
-        pair = next(((one, other) for one, other in pairs if f"node {one} cannot go on: {other} at " in error.message), None)
-        if pair is not None:
-            self._keeper.avoid(*pair)
+        found = UNREACHED.search(error.message)
+        if found is not None and {found[1], found[2]} <= self._calls.nodes.keys():
+            self._keeper.avoid(found[1], found[2])
 
     async def _repair_once(self, order: int, leaving: Collection[str]) -> None:
         keeper = self._keeper

@@ -31,6 +31,8 @@ from roost.types import NodeProfile
 
 logger = logging.getLogger(__name__)
 
+QUICK_NODES = 500
+"""Up to so many nodes send heartbeats as often as is configured; of more, each sends them less often."""
 LEAST_SILENCE_S = 2.0
 LEAST_BEATS = 4
 """A node that has missed fewer heartbeats, or was silent for less than LEAST_SILENCE_S, is never given up."""
@@ -199,7 +201,9 @@ class Coordinator:
             self._job.pool_changed()
         async with self._joined:
             self._joined.notify_all()
-        return m.Registered(heartbeat_s=self._config.heartbeat_s, keep=kept)
+        # The heartbeats of a very large pool must not fill the coordinator's processor.
+        heartbeat_s = self._config.heartbeat_s * max(1.0, len(self._profiles) / QUICK_NODES)
+        return m.Registered(heartbeat_s=heartbeat_s, keep=kept)
 
     async def _leave(self, sender: Sender) -> None:
         job = self._job
