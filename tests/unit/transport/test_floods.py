@@ -7,6 +7,7 @@ import contextlib
 import logging
 import ssl
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from roost.transport.grpc_transport import GrpcTransport
 from roost.types import Peer
 
 EXCHANGES = 20
-LIMITS = TransportConfig(
-    connect_s=1.0, idle_s=0.3, peer_calls=8, peer_streams=4, peer_calls_per_s=200, max_message_bytes=4 << 20, max_header_bytes=1 << 16
-)
+LIMITS = TransportConfig(peer_calls=8, peer_streams=4, peer_calls_per_s=200, max_message_bytes=4 << 20, max_header_bytes=1 << 16)
+"""Its deadlines are long: on a machine that is busy, no honest peer runs into one."""
+IMPATIENT = replace(LIMITS, idle_s=1.0)
+SHORT_HANDSHAKES = replace(LIMITS, connect_s=2.0)
 
 SMALL_WINDOW = TransportConfig(downlink_bytes_per_s=float(1 << 20))
 """A connection that takes 64 KiB ahead of what is read. Others take as much as the line seems to carry: whole replies, if it is fast."""
@@ -59,10 +61,10 @@ def listening_for(text: str) -> Iterator[asyncio.Event]:
 class Scene:
     """A victim that answers, an honest peer connected to it, and a hostile one with a certificate of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, config: TransportConfig) -> None:
         self.fleet = GrpcFleet(directory)
         self.recorder = Recorder()
-        self.victim = self.fleet.make("victim", config=LIMITS)
+        self.victim = self.fleet.make("victim", config=config)
         self.honest = self.fleet.make("honest")
         self.evil = self.fleet.make("evil")
         self.channels: list[grpc.aio.Channel] = []
@@ -88,8 +90,8 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def scene(directory: Path) -> AsyncIterator[Scene]:
-    made = Scene(directory)
+async def scene(directory: Path, config: TransportConfig = LIMITS) -> AsyncIterator[Scene]:
+    made = Scene(directory, config)
     await made.victim.start(made.recorder)
     await made.honest.start(Recorder())
     await made.evil.start(Recorder())
@@ -107,9 +109,10 @@ def message_frames(transport: GrpcTransport, nbytes: int) -> list[bytes]:
 
 
 def test_a_flood_of_connections_without_a_certificate_does_not_stop_those_that_are_open(tmp_path: Path) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+
     async def attack(address: tuple[str, int], how: int) -> None:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         with contextlib.suppress(OSError):
             if how % 2:
                 await asyncio.open_connection(*address, ssl=context)
@@ -132,7 +135,7 @@ def test_a_flood_of_connections_without_a_certificate_does_not_stop_those_that_a
 
 def test_connections_that_show_no_certificate_are_closed_at_the_deadline(tmp_path: Path) -> None:
     async def main() -> None:
-        async with scene(tmp_path) as made:
+        async with scene(tmp_path, SHORT_HANDSHAKES) as made:
             silent = [await asyncio.open_connection(*made.address) for _ in range(50)]
             await made.exchange()
             # What is read is the end of the connection, since the server never speaks first.
@@ -183,7 +186,7 @@ def test_a_peer_over_its_rate_has_to_wait_and_loses_nothing(tmp_path: Path) -> N
 @pytest.mark.parametrize("part", ["nothing", "half a header", "half the data"])
 def test_a_message_that_is_begun_and_not_finished_is_cut_off_and_its_sender_named(tmp_path: Path, method: str, part: str) -> None:
     async def main() -> None:
-        async with scene(tmp_path) as made:
+        async with scene(tmp_path, IMPATIENT) as made:
             frames = message_frames(made.evil, 1 << 20)
             first = {"nothing": b"", "half a header": frames[0][:20], "half the data": frames[0]}[part]
             if part == "nothing" and method == SEND_METHOD:
@@ -236,7 +239,7 @@ def test_a_peer_may_have_so_many_streams_and_no_more(tmp_path: Path) -> None:
 
 def test_a_peer_that_does_not_read_its_replies_is_cut_off_and_stalls_nobody(tmp_path: Path) -> None:
     async def main() -> None:
-        async with scene(tmp_path) as made:
+        async with scene(tmp_path, IMPATIENT) as made:
             made.recorder.reply = (Ping(), [bytes(LIMITS.max_message_bytes)])
             with listening_for("slow_reader node=victim peer=evil") as cut:
                 channel = made.channel(SMALL_WINDOW)
