@@ -4,7 +4,8 @@ A character GPT of eight blocks is trained on Python's own help topics as a pipe
 micro-batch per update (`--per-update`): the largest delay there is, 7 updates at the first stage. Every correction, and synchronous
 training (1F1B with flush), sees the same samples in the same order, three seeds each, with AdamW, a warm-up and a cosine to zero. The
 learning rate of each is the best of `--rates`, by the median validation loss of runs of SEARCH_SHARE of the length (and with the schedule
-that belongs to it); by default it is the one that such a search found. With two clusters each sees half of the samples, and stages average every 16 updates in the background, one
+that belongs to it); by default it is the one that such a search found. With two clusters each sees half of the samples, and stages
+average every 16 updates in the background, one
 round lasting eight updates; rates are those found with one cluster. The baseline there is synchronous training in two clusters.
 
 The stages are real (StageRunner), and so is what decides their order (PipelineSchedule); all run in one process under an exact clock.

@@ -57,6 +57,7 @@ class EmulatedNode:
         self._pool = pool
         self._life = 0  # counts its arrivals: what was planned in an earlier life does not happen
         self._known = False
+        self._heartbeat_s = 0.0  # as the coordinator said when it registered
         self._going = False
         self._requests = 0
         self._leases: list[int] = []
@@ -126,12 +127,12 @@ class EmulatedNode:
         if life != self._life:
             return
         if isinstance(reply, m.Registered):
-            self._known = True
+            self._known, self._heartbeat_s = True, reply.heartbeat_s
             if not reply.keep:
                 self._drop()
         elif isinstance(reply, JobRefusedError):
             self._known = False
-        self._later(self._pool.heartbeat_s if self._known else ASK_AGAIN_S, self._beat)
+        self._later(self._heartbeat_s if self._known else ASK_AGAIN_S, self._beat)
 
     def _metrics(self) -> StageMetrics | None:
         held = self.held
