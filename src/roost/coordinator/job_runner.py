@@ -334,7 +334,9 @@ class JobRunner:
         if number != message.cluster or self.lifecycle.ended:
             return
         if message.peer:
-            self.keeper.quarrel(node_id, message.peer)
+            # Both ends of a link report that it broke: that is one quarrel.
+            if number not in self.keeper.broken:
+                self.keeper.quarrel(node_id, message.peer)
             self.suspect(node_id, message.peer)
         elif not isinstance(error, MENDED) or self._set_back():
             self.fail(error)

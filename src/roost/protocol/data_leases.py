@@ -184,8 +184,8 @@ class LeaseBook:
         return tuple(lease for _, lease in self._leased.values())
 
     def busy(self, clusters: Collection[int]) -> bool:
-        """Return True if one of these clusters has leases that are not done."""
-        return any(owner in clusters for owner, _ in self._leased.values())
+        """Return True if one of these clusters has training leases that are not done; an evaluation is done again after a change."""
+        return any(owner in clusters and lease.training for owner, lease in self._leased.values())
 
     def fair_number(self, want: int) -> int:
         """Return how many of `want` leases a cluster should get at most: towards the end of a phase fewer, so that none is left waiting

@@ -339,3 +339,14 @@ def test_towards_the_end_of_a_phase_clusters_get_fewer_leases_at_once_so_that_no
     alone.open_training()
     alone.request(0, 1)
     assert alone.fair_number(16) == 16
+
+
+def test_a_cluster_is_busy_with_training_but_not_with_an_evaluation_that_will_be_done_again() -> None:
+    leases = book(samples=8, validation=6)
+    leases.open_training()
+    taken = drain(leases, 0)
+    assert leases.busy({0}) and not leases.busy({1})
+    leases.done(0, [lease.lease_id for lease in taken])
+    leases.open_evaluation()
+    leases.request(0, 1)
+    assert not leases.busy({0})
