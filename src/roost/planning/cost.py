@@ -94,7 +94,15 @@ def merge_units(costs: UnitCosts, limit: int) -> tuple[UnitCosts, tuple[int, ...
         if inside.size:
             places.append(int(inside[np.argmin(costs.crossing_bytes[inside])]))
     places.append(costs.units)
+    return merged_at(costs, places), tuple(places)
+
+
+def merged_at(costs: UnitCosts, places: Sequence[int]) -> UnitCosts:
+    """Return costs with one unit for each run of given ones between two of `places`, which begin at 0 and end at the number of units.
+
+    Every stage that begins and ends at such places costs exactly what it did.
+    """
     chosen = np.asarray(places)
     arrays = {name: value[chosen] for name, value in vars(costs).items() if isinstance(value, np.ndarray)}
     arrays["largest_bytes"] = np.append(np.maximum.reduceat(costs.largest_bytes, chosen[:-1]), 0.0)
-    return dataclasses.replace(costs, units=len(places) - 1, **arrays), tuple(places)
+    return dataclasses.replace(costs, units=len(places) - 1, **arrays)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from roost.planning.memory import optimizer_copies
+from roost.planning.cost import merged_at
+from roost.planning.memory import MemoryModel, optimizer_copies
 from roost.planning.network import Network
 from roost.planning.planner import Planner
 from roost.planning.stages import SHORTEST_PERIOD_S, SLACK, ClusterCut, StageCutter
@@ -99,12 +101,28 @@ class Forecast:
         """Return the prediction for one of `clusters` clusters; None if a node is gone or its memory short."""
         key = (layout, clusters)
         if key not in self._predicted:
-            found = None
-            if not self.broken(layout):
-                cutter, order = self._cutter(layout.nodes)
-                found = cutter.predict([cutter.nodes[place] for place in order], layout.cuts, clusters)
-            self._predicted[key] = found
+            self._predicted[key] = None if self.broken(layout) else self._predict(layout, clusters)
         return self._predicted[key]
+
+    def _predict(self, layout: Layout, clusters: int) -> ClusterCut | None:
+        fine = self.planner.fine
+        places = [self.network.places[name] for name in layout.nodes]
+        nodes = [fine.nodes[place] for place in places]
+        if self._whole:
+            return fine.predict(nodes, layout.cuts, clusters)
+        # Of the tables for every stage that could be, only these stages are asked for: with a unit for each there are no others.
+        costs = merged_at(fine.costs, layout.cuts)
+        known = fine.maker.memory
+        memory = MemoryModel(costs=costs, optimizer_copies=known.optimizer_copies, averaging_copies=known.averaging_copies)
+        maker = dataclasses.replace(fine.maker, costs=costs, memory=memory, network=self.network.part(places))
+        found = StageCutter(nodes=tuple(nodes), maker=maker).predict(nodes, tuple(range(len(layout.cuts))), clusters)
+        return None if found is None else dataclasses.replace(found, cuts=layout.cuts)
+
+    @property
+    def _whole(self) -> bool:
+        """True if the tables of the whole pool are small enough to be kept."""
+        fine = self.planner.fine
+        return len(fine.nodes) * (fine.costs.units + 1) ** 2 <= MOST_ENTRIES
 
     def cut(self, names: Sequence[str], clusters: int, below_s: float = math.inf) -> Layout | None:
         """Return the best cut for nodes in this order with a period below `below_s`.
@@ -135,7 +153,7 @@ class Forecast:
         """Return what cuts for these nodes, and their places in it: the tables of a large pool would not fit in memory."""
         fine = self.planner.fine
         places = tuple(self.network.places[name] for name in names)
-        if len(fine.nodes) * (fine.costs.units + 1) ** 2 <= MOST_ENTRIES:
+        if self._whole:
             return fine, places
         if self._part is None or self._part[0] != names:
             self._part = names, fine.part(places)

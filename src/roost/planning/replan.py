@@ -260,9 +260,15 @@ class _ChangeSearch:
         what = f"without {gone}, " if lost else ""
         yield from self._recut(option, index, rest, f"{what}the model is cut anew for {_listed(rest)}")
         at = lost[0] if lost else len(rest)
+        holds = False
         for names in (*([name] for name in waiting[:MOST_WAITING]), *(waiting[:size] for size in range(2, len(waiting) + 1))):
+            # Long pipelines take long to cut: they are looked at only until one holds the model.
+            if holds and len(names) > MOST_WAITING:
+                break
             joined = [*rest[:at], *names, *rest[at:]]
-            yield from self._recut(option, index, joined, f"{what}the model is cut anew for {_listed(joined)}")
+            for repaired in self._recut(option, index, joined, f"{what}the model is cut anew for {_listed(joined)}"):
+                holds = True
+                yield repaired
 
     def _recut(self, option: _Option, index: int, names: Sequence[str], why: str) -> Iterator[_Option]:
         """Yield the option with one cluster cut anew for these nodes, if that makes a cluster which runs faster."""

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import synthetic
@@ -15,10 +16,10 @@ from synthetic import KB, MB, all_links, even_model, link, node, random_pool
 
 from roost.config import JobConfig, PlanningConfig
 from roost.errors import PlanningError
-from roost.planning import make_plan
+from roost.planning import make_plan, relocation
 from roost.planning.planner import Planner
 from roost.planning.relocation import Forecast, Layout
-from roost.planning.replan import PlanChange, predict_again, propose_change
+from roost.planning.replan import MOST_WAITING, PlanChange, predict_again, propose_change
 from roost.types import LinkProfile, ModelProfile, NodeProfile, Plan
 
 DEFAULTS, QUICK = PlanningConfig(), PlanningConfig(effort=0.1)
@@ -355,6 +356,39 @@ def test_any_change_of_a_pool_gives_a_plan_that_holds(seed: int) -> None:
     assert math.isfinite(first.move_s)
     assert first.forced or first.gain_samples_per_s > 0
     assert first.forced or first.pays_back_s <= 600.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_large_pool_is_predicted_without_its_tables_exactly_as_with_them(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(seed)
+    profile = even_model(rng.randint(6, 12))
+    pool = random_pool(rng, 4, least=20 * MB, most=60 * MB, spread=4.0)
+    names = tuple(member.node_id for member in pool)
+    cuts = (0, *sorted(rng.sample(range(1, len(profile.units)), len(pool) - 1)), len(profile.units))
+    found = []
+    for most in (relocation.MOST_ENTRIES, 0):
+        monkeypatch.setattr(relocation, "MOST_ENTRIES", most)
+        forecast = Forecast(planner=Planner.of(profile, pool, all_links(pool), job(), PlanningConfig()))
+        found.append([forecast.predict(Layout(names, cuts), clusters) for clusters in (1, 2, 5)])
+    assert found[0] == found[1]
+
+
+def test_where_many_nodes_wait_long_pipelines_are_not_tried_once_a_short_one_holds_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile, config = even_model(12), job()
+    pool = [node(f"n{index:02d}", memory=60 * MB) for index in range(12)]
+    plan = built(profile, pool, config, "n00 n01 n02")
+    tried = []
+    cut = Forecast.cut
+
+    def watched(forecast: Forecast, names: Sequence[str], *arguments: Any) -> Layout | None:
+        tried.append(len(names))
+        return cut(forecast, names, *arguments)
+
+    monkeypatch.setattr(Forecast, "cut", watched)
+    now = pool[1:]
+    change = propose_change(plan, profile, now, all_links(now), config, random.Random(0), improve=False)
+    assert change is not None
+    assert max(tried) == 2 + MOST_WAITING
 
 
 def check_plan(plan: Plan, profile: ModelProfile, nodes: Sequence[NodeProfile]) -> None:
