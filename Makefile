@@ -4,14 +4,15 @@ BIN := .venv/bin
 
 MINUTES ?= 10
 SEEDS ?= 1000
+WORKERS ?= 2
 
 .PHONY: demo test fuzz simulate check setup clean
 
 demo: setup  ## train a real model on five local nodes
 	$(BIN)/roost demo
 
-test: setup  ## run every test
-	$(BIN)/python -m pytest
+test: setup  ## run every test, in WORKERS (2) processes
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 fuzz: setup  ## feed damaged and made-up graphs and files to the loaders for MINUTES (10)
 	ROOST_FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/fuzz

@@ -25,7 +25,7 @@ from roost.capture.profiling import estimate, profile
 from roost.capture.tracing import own_loss
 from roost.checkpoint.reader import Checkpoint, load_from
 from roost.checkpoint.writer import check_writable
-from roost.config import AUTO_CORRECTION, ArgumentValue, JobConfig, NamedArguments, OuterOptimizer, TensorCodec, require
+from roost.config import AUTO_CORRECTION, ArgumentValue, JobConfig, NamedArguments, OuterOptimizer, RobustMethod, TensorCodec, require
 from roost.errors import CheckpointMismatchError, InvalidConfigError, InvalidDataError
 from roost.pipeline.allocator import keep_freed_memory
 from roost.pipeline.optimizer import build_optimizer, check_optimizer
@@ -149,6 +149,8 @@ class Job:
     """Of the outer optimizer "nesterov"."""
     outer_momentum: float = 0.9
     """Of the outer optimizer "nesterov"."""
+    robust_averaging: str = "none"
+    """What keeps one bad cluster of three or more from ruining an average: "none", "clipped" or "trimmed" (docs/averaging.md)."""
     sync_interval: int = 1
     """Epochs between synchronisation points (exact average, evaluation, checkpoint)."""
     seed: int = 0
@@ -436,6 +438,7 @@ def _config(job: Job, samples: int, validation_samples: int, checkpoint: Checkpo
         outer_optimizer=_choice(OuterOptimizer, job.outer_optimizer, "outer_optimizer"),
         outer_learning_rate=job.outer_learning_rate,
         outer_momentum=job.outer_momentum,
+        robust_averaging=_choice(RobustMethod, job.robust_averaging, "robust_averaging"),
         sync_interval=job.sync_interval,
         samples=samples,
         validation_samples=validation_samples,

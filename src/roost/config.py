@@ -66,6 +66,17 @@ class OuterOptimizer(StrEnum):
     """They take a step with Nesterov momentum from the last average towards it."""
 
 
+class RobustMethod(StrEnum):
+    """What keeps one bad cluster of several from ruining an average (docs/averaging.md)."""
+
+    NONE = "none"
+    """Nothing: every cluster's values go into the mean as they are."""
+    CLIPPED = "clipped"
+    """No cluster counts for more than one that has moved as far from the last mean as the median one."""
+    TRIMMED = "trimmed"
+    """Value by value, the largest and the smallest of the clusters' are left out."""
+
+
 BYTES_PER_ENCODED_BYTE = {TensorCodec.NONE: 1.0, TensorCodec.FP16: 0.5003, TensorCodec.INT8: 0.254}
 """Bytes on the wire per byte of float32 numbers, scales included."""
 
@@ -130,6 +141,8 @@ class JobConfig:
     """Of the outer optimizer; the mean has none."""
     outer_momentum: float = 0.9
     """Of the outer optimizer; the mean has none."""
+    robust_averaging: RobustMethod = RobustMethod.NONE
+    """What keeps one bad cluster from ruining the average of three or more."""
     sync_interval: int = 1
     """Epochs between synchronisation points, where clusters average exactly, evaluate and save; the last epoch always has one."""
     samples: int
@@ -171,6 +184,11 @@ class JobConfig:
         require(self.averaging_interval >= 0, f"averaging_interval must not be negative, but it is {self.averaging_interval}")
         require(0 < self.outer_learning_rate <= 10, f"outer_learning_rate {self.outer_learning_rate} must be in (0, 10]")
         require(0 <= self.outer_momentum < 1, f"outer_momentum {self.outer_momentum} must be in [0, 1)")
+        require(
+            self.robust_averaging is RobustMethod.NONE or self.averaging_compression is not TensorCodec.INT8,
+            f"robust_averaging {self.robust_averaging.value!r} does not go with averaging_compression 'int8', whose rounding errors only "
+            "sums make good: use 'fp16' or 'none'",
+        )
         require(self.sync_interval > 0, f"sync_interval must be positive, not {self.sync_interval}")
         require(self.samples > 0, "the training data is empty")
         require(self.validation_samples >= 0, "validation_samples must not be negative")
@@ -194,11 +212,13 @@ class JobConfig:
     def averaging_copies(self) -> int:
         """Copies of its averaged tensors that a node keeps for averaging: the snapshot, the sum, and what is kept between rounds.
 
-        That is the last mean if rounds average differences to it, the rounding errors of int8, and the outer momentum.
+        That is the last mean if rounds average differences to it, the rounding errors of int8, the outer momentum, and what robust
+        averaging holds until the slowest member's values of a piece have come.
         """
         outer = self.outer_optimizer is not OuterOptimizer.MEAN
-        differences = outer or self.averaging_compression is not TensorCodec.NONE
-        return 2 + differences + outer + (self.averaging_compression is TensorCodec.INT8)
+        robust = self.robust_averaging is not RobustMethod.NONE
+        differences = outer or robust or self.averaging_compression is not TensorCodec.NONE
+        return 2 + differences + outer + robust + (self.averaging_compression is TensorCodec.INT8)
 
 
 def _check_correction(correction: str) -> None:

@@ -708,10 +708,10 @@ class RingChunk(Message):
     """Of the plan whose rings these are."""
     round: int
     step: int
-    """0 .. 2(C-1)-1: reduce-scatter steps first, then all-gather steps."""
+    """0 .. 2(C-1)-1: reduce-scatter steps first, then all-gather steps; in a guarded round values first, then means."""
     chunk: int
     weight: float
-    """Reduce-scatter: samples that went into the sum so far. All-gather: their total."""
+    """Reduce-scatter: samples that went into the sum so far. All-gather: their total. In a guarded round the sender's own samples."""
     dtype: str
     """float32 or float64: what the members sum in."""
     piece: int = 0
@@ -720,6 +720,8 @@ class RingChunk(Message):
     """As in OpenRound."""
     codec: TensorCodec = TensorCodec.NONE
     """How the buffer is encoded."""
+    norms: tuple[float, ...] = ()
+    """With the values of a guarded round: how far the sender's are from the last mean, in this piece of every chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)

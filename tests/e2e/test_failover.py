@@ -59,7 +59,7 @@ def marked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def broken_nodes(marked: Path) -> ChaosResult:
     """A node is frozen and goes on; then one is killed, and started again."""
-    faults = [fault(FaultKind.FREEZE, at_s=4.0, lasts_s=12.0), fault(FaultKind.KILL, at_s=20.0, lasts_s=5.0)]
+    faults = [fault(FaultKind.FREEZE, at_s=2.0, lasts_s=8.0), fault(FaultKind.KILL, at_s=14.0, lasts_s=3.0)]
     return played(marked / "nodes", faults)
 
 

@@ -25,7 +25,7 @@ from roost.agent import builder, links, message_probe
 from roost.agent.service import Agent
 from roost.capture import bounded
 from roost.config import AgentConfig, CoordinatorConfig
-from roost.coordinator import job_runner, plan_keeper
+from roost.coordinator import job_reports, plan_keeper
 from roost.coordinator.service import Coordinator
 from roost.coordinator.store import Store
 from roost.errors import RoostError
@@ -426,7 +426,7 @@ SHORTER: tuple[tuple[Any, str, Any], ...] = (
     (message_probe, "LARGE_BYTES", 4 << 10),
     (builder, "check_sizes", lambda *_, **__: None),
     (bounded, "check_stage_sizes", lambda *_, **__: None),
-    (job_runner, "UPDATE_S", 2.0),
+    (job_reports, "UPDATE_S", 2.0),
     (planner, "SMALL_BUDGET", 1_000_000),
     (planner, "LARGE_BUDGET", 2_000_000),
     (planner, "LARGE_BUDGET_PER_NODE", 0),

@@ -11,6 +11,8 @@ from roost.config import (
     JobConfig,
     NamedArguments,
     NodeOptions,
+    RobustMethod,
+    TensorCodec,
     TransportConfig,
     check_identifier,
     format_bytes,
@@ -52,6 +54,12 @@ def job(**changes: Any) -> JobConfig:
 def test_a_job_that_cannot_work_is_refused(field: str, value: Any) -> None:
     with pytest.raises(InvalidConfigError):
         job(**{field: value})
+
+
+def test_robust_averaging_does_not_go_with_int8() -> None:
+    with pytest.raises(InvalidConfigError, match="robust_averaging 'clipped' does not go with averaging_compression 'int8'"):
+        job(robust_averaging=RobustMethod.CLIPPED, averaging_compression=TensorCodec.INT8)
+    assert job(robust_averaging=RobustMethod.CLIPPED, averaging_compression=TensorCodec.FP16).averaging_copies == 4
 
 
 def test_more_minimum_than_maximum_clusters_are_refused() -> None:

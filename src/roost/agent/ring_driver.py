@@ -1,4 +1,7 @@
-"""One ring of this node: carries out what protocol/averaging_round.py decides, in the background of training."""
+"""One ring of this node: carries out what protocol/averaging_round.py decides, in the background of training.
+
+With an option against bad members, and three members or more, protocol/guarded_round.py decides.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,21 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from roost import messages as m
+from roost.agent.doubts import Doubts
 from roost.agent.ring_sender import RingSender
+from roost.averaging.guarded_average import GuardedAverage, MemberValues
 from roost.averaging.segment_average import AveragingOptions, SegmentAverage
-from roost.config import TensorCodec
+from roost.config import RobustMethod, TensorCodec
 from roost.errors import DeadlineError, JobRefusedError, MalformedMessageError, ProtocolError, RoostError
 from roost.protocol import averaging_round as rounds
+from roost.protocol.averaging_events import CombineChunk
+from roost.protocol.guarded_round import GuardedMember
 from roost.transport.interface import Buffer, Transport
 from roost.types import Peer, SegmentPlan
 
@@ -36,10 +43,12 @@ MAX_ELEMENT_BYTES = 8
 INLINE_BYTES = 64 << 10
 """Chunks of segments up to this size are added at once: handing them to a thread would take longer."""
 SUM_DTYPES = frozenset({"float32", "float64"})
+LEAST_GUARDED = 3
+"""Members: of two values there is no telling which is bad."""
 
 Snapshot = Callable[[], Awaitable[tuple[dict[str, Tensor], int]]]
 Apply = Callable[[dict[str, Tensor], dict[str, Tensor]], Awaitable[None]]
-Calculation = rounds.AddChunk | rounds.StoreChunk | rounds.ScaleChunk
+Calculation = rounds.AddChunk | rounds.StoreChunk | rounds.ScaleChunk | CombineChunk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +63,17 @@ class RingTimes:
     """Seconds from its beginning until the average was applied."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A piece that has arrived and waits for its turn."""
-
-    buffer: Buffer
-    dtype: str
-
-
 def pieces_of(segment: SegmentPlan) -> int:
     """Return in how many pieces the chunks of a segment travel: the same for all members of its ring."""
     return max(1, math.ceil(segment.nbytes / len(segment.members) / PIECE_BYTES))
+
+
+def _relative(members: Sequence[str], shares: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the members' shares over their mean; 1 for all if there are none."""
+    given = [(shares or {}).get(member, 0.0) for member in members]
+    if not all(share > 0 for share in given):
+        return dict.fromkeys(members, 1.0)
+    return {member: share * len(given) / sum(given) for member, share in zip(members, given, strict=True)}
 
 
 class RingDriver:
@@ -81,24 +90,31 @@ class RingDriver:
         snapshot: Snapshot,
         apply: Apply,
         options: AveragingOptions | None = None,
+        shares: Mapping[str, float] | None = None,
         generation: int = 0,
         orders: int = 0,
         samples_before: int = 0,
+        suspect: Callable[[str], None] = lambda peer_id: None,
     ) -> None:
         """`snapshot` returns copies and the samples behind them; `apply` must not keep the average it is given.
 
+        `shares` are the parts of the data that the members are expected to consume, by node id; without them all are alike.
         `generation` is that of the plan; in all but the first the members begin with different weights. `orders` are the
-        synchronisation points so far, `samples_before` the samples behind the last round that this node has finished.
+        synchronisation points so far, `samples_before` the samples behind the last round that this node has finished. `suspect` is told
+        of a member that keeps a round waiting.
         """
         self._job_id = job_id
         self._segment = segment
         self._node_id = node_id
         self._snapshot = snapshot
         self._apply = apply
-        self._options = options or AveragingOptions()
+        asked = options or AveragingOptions()
+        guarded = asked.robust is not RobustMethod.NONE and len(segment.members) >= LEAST_GUARDED
+        self._unguarded = asked.robust if not guarded else RobustMethod.NONE
+        self._options = asked if guarded else replace(asked, robust=RobustMethod.NONE)
         self._previous = segment.members[segment.members.index(node_id) - 1]
         self._pieces = pieces_of(segment)
-        self._member = rounds.RingMember(
+        self._member = (GuardedMember if guarded else rounds.RingMember)(
             segment.index,
             segment.members,
             node_id,
@@ -109,12 +125,17 @@ class RingDriver:
             agreed=generation == 0,
         )
         self._agreed = generation == 0
-        self._average = SegmentAverage(parts=len(segment.members), pieces=self._pieces, options=self._options)
+        self._shares = _relative(segment.members, shares)
+        parts, share = len(segment.members), self._shares[node_id]
+        self._guarded = GuardedAverage(parts=parts, pieces=self._pieces, options=self._options, share=share) if guarded else None
+        self._average = self._guarded or SegmentAverage(parts=parts, pieces=self._pieces, options=self._options)
         self._sender = RingSender(
             job_id=job_id, segment=segment.index, generation=generation, peers=peers, transport=transport, average=self._average
         )
         self._events: asyncio.Queue[rounds.RingEvent] = asyncio.Queue()
-        self._arrived: dict[tuple[int, int, int], Piece] = {}
+        self._doubts = Doubts(suspect)
+        self._arrived: dict[tuple[int, int, int], MemberValues] = {}
+        self._named: set[str] = set()  # members that have been named in this round
         self._taken: dict[str, Tensor] = {}
         self._samples_before = samples_before
         self._samples_at_snapshot = samples_before
@@ -157,15 +178,15 @@ class RingDriver:
         self._events.put_nowait(rounds.OpenReceived(round=message.round, now=time.monotonic(), terms=terms))
 
     def chunk_arrived(self, sender: str, message: m.RingChunk, buffer: Buffer) -> None:
-        """A piece of a chunk came from the previous member. Raises MalformedMessageError for any other sender, or if it cannot be."""
+        """A piece of a chunk came from the source of its step. Raises MalformedMessageError for any other sender, or if it cannot be."""
         index = self._segment.index
-        if sender != self._previous:
-            raise MalformedMessageError(f"{sender} is not the previous member of the ring of segment {index}")
+        if sender != self._member.source(message.step):
+            whose = "the previous member" if self._guarded is None else f"the member of step {message.step}"
+            raise MalformedMessageError(f"{sender} is not {whose} of the ring of segment {index}")
         terms = self._terms(sender, message.round, message.base, message.codec)
         if not self._member.wants(message.round):
             return
-        if len(self._arrived) >= MAX_WAITING_ROUNDS * 2 * len(self._segment.members) * self._pieces:
-            raise MalformedMessageError(f"{sender} sends chunks of more rounds of segment {index} than may wait")
+        self._check_claims(sender, message)
         if len(buffer) > MAX_ELEMENT_BYTES * (self._segment.nbytes // (len(self._segment.members) * self._pieces) + 2):
             raise MalformedMessageError(f"{sender} sent a chunk of {len(buffer)} bytes, larger than segment {index} has")
         if message.dtype not in SUM_DTYPES:
@@ -173,7 +194,9 @@ class RingDriver:
         key = (message.round, message.step, message.piece)
         if key in self._arrived:
             raise MalformedMessageError(f"{sender} sent step {message.step} of round {message.round} twice")
-        self._arrived[key] = Piece(buffer=buffer, dtype=message.dtype)
+        self._arrived[key] = MemberValues(
+            buffer=buffer, dtype=message.dtype, weight=message.weight, share=self._shares[sender], norms=message.norms
+        )
         event = rounds.ChunkArrived(
             round=message.round,
             step=message.step,
@@ -184,6 +207,20 @@ class RingDriver:
             terms=terms,
         )
         self._events.put_nowait(event)
+
+    def _check_claims(self, sender: str, message: m.RingChunk) -> None:
+        """Raise MalformedMessageError for more chunks than may wait, or more samples than the job has."""
+        count, index = len(self._segment.members), self._segment.index
+        sources = 1 if self._guarded is None else count - 1
+        waiting = sum(self._member.source(step) == sender for _, step, _ in self._arrived) if sources > 1 else len(self._arrived)
+        if waiting >= MAX_WAITING_ROUNDS * 2 * count * self._pieces // sources:
+            raise MalformedMessageError(f"{sender} sends chunks of more rounds of segment {index} than may wait")
+        # The owner leaves values with such a claim out; nothing else could be done about a sum or a mean.
+        values = self._guarded is not None and message.step < count - 1
+        if not values and message.weight > self._options.most_samples:
+            raise MalformedMessageError(
+                f"{sender} claims {message.weight:g} samples in segment {index}, at most {self._options.most_samples:g} are believed"
+            )
 
     def peer_lost(self, peer_id: str) -> None:
         """What was sent to `peer_id` may be lost: give up a round that waits for others."""
@@ -242,6 +279,14 @@ class RingDriver:
                 await asyncio.to_thread(self._average.set_base, initial)
         finally:
             self.ready.set()
+        if self._unguarded is not RobustMethod.NONE:
+            logger.warning(
+                "averaging_unguarded job=%s segment=%d members=%d method=%s: of so few the plain mean is taken",
+                self._job_id,
+                self._segment.index,
+                len(self._segment.members),
+                self._unguarded.value,
+            )
         sending = asyncio.create_task(self._sender.run(), name=f"ring-sender-{self._job_id}")
         try:
             while True:
@@ -260,20 +305,21 @@ class RingDriver:
             return self._member.handle(event)
         except ProtocolError as error:
             # The round ends by its deadline without that chunk; one peer's mistake does not end the job.
-            self._log_refused(error)
+            self._log_refused(error, self._member.source(event.step))
             self._arrived.pop((event.round, event.step, event.piece), None)
             return []
 
-    def _log_refused(self, error: RoostError) -> None:
-        logger.warning("chunk_refused job=%s node=%s sender=%s error=%s", self._job_id, self._node_id, self._previous, error.message)
+    def _log_refused(self, error: RoostError, sender: str) -> None:
+        logger.warning("chunk_refused job=%s node=%s sender=%s error=%s", self._job_id, self._node_id, sender, error.message)
 
     async def _next_events(self) -> list[rounds.RingEvent]:
         """Return what has happened, waiting for something to happen; what came together is handled together."""
         deadline = self._member.deadline
         wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        # Every member of a round waits for the one before it, or for one that waits: who is away is named by the one after it.
+        awaited = "" if deadline is None else self._previous
         try:
-            async with asyncio.timeout(wait_s):
-                events = [await self._events.get()]
+            events = [await self._doubts.next_of(self._events, awaited, within_s=wait_s)]
         except TimeoutError:
             return [rounds.DeadlinePassed(now=time.monotonic())]
         while not self._events.empty():
@@ -285,7 +331,7 @@ class RingDriver:
         calculations: list[Calculation] = []
         sends: list[rounds.SendChunk] = []
         for position, instruction in enumerate(instructions):
-            if isinstance(instruction, rounds.AddChunk | rounds.StoreChunk | rounds.ScaleChunk):
+            if isinstance(instruction, Calculation):
                 calculations.append(instruction)
                 continue
             if isinstance(instruction, rounds.SendChunk):
@@ -302,38 +348,69 @@ class RingDriver:
 
     async def _calculate(self, calculations: Sequence[Calculation], sends: Sequence[rounds.SendChunk]) -> bool:
         """Return True if all went well; if a piece is refused, the round is given up."""
-        try:
-            pieces = [
-                None if isinstance(item, rounds.ScaleChunk) else self._arrived.pop((item.round, item.step, item.piece))
-                for item in calculations
-            ]
-            if self._segment.nbytes <= INLINE_BYTES:
-                self._calculate_now(calculations, pieces)
-            else:
-                await asyncio.to_thread(self._calculate_now, calculations, pieces)
-        except MalformedMessageError as error:
-            self._log_refused(error)
-            reason = f"{self._previous} sent what cannot be averaged: {error.message}"
-            number = max(item.round for item in calculations if not isinstance(item, rounds.ScaleChunk))
-            refused = rounds.ChunkRefused(round=number, reason=reason, now=time.monotonic())
+        taken = [[self._arrived.pop(key) for key in self._needed(item)] for item in calculations]
+        if self._segment.nbytes <= INLINE_BYTES:
+            refused = self._calculate_now(calculations, taken)
+        else:
+            refused = await asyncio.to_thread(self._calculate_now, calculations, taken)
+        if refused is not None:
             await self._perform_all(self._member.handle(refused))
             return False
         for send in sends:
             self._sender.put(send)
         return True
 
-    def _calculate_now(self, calculations: Sequence[Calculation], pieces: Sequence[Piece | None]) -> None:
-        for item, piece in zip(calculations, pieces, strict=True):
-            if isinstance(item, rounds.ScaleChunk):
-                self._average.scale(item.chunk, item.piece, item.total_weight)
-                continue
-            assert piece is not None, "only scaling has no piece"
-            if piece.dtype != self._average.dtype:
-                raise MalformedMessageError(
-                    f"a chunk has dtype {piece.dtype}, but segment {self._segment.index} is summed in {self._average.dtype}"
+    def _needed(self, item: Calculation) -> list[tuple[int, int, int]]:
+        """Return what must have arrived for a calculation: its round, step and piece."""
+        if isinstance(item, rounds.ScaleChunk):
+            return []
+        steps = range(len(self._segment.members) - 1) if isinstance(item, CombineChunk) else (item.step,)
+        return [(item.round, step, item.piece) for step in steps]
+
+    def _calculate_now(self, calculations: Sequence[Calculation], taken: Sequence[Sequence[MemberValues]]) -> rounds.ChunkRefused | None:
+        """Return what ends the round, if a piece cannot be averaged."""
+        culprit, number = self._previous, 0
+        try:
+            for item, pieces in zip(calculations, taken, strict=True):
+                if isinstance(item, CombineChunk):
+                    culprit, number = "most members", item.round
+                    self._combine(item, pieces)
+                elif isinstance(item, rounds.ScaleChunk):
+                    self._average.scale(item.chunk, item.piece, item.total_weight)
+                else:
+                    culprit, number = self._member.source(item.step), item.round
+                    self._take(item, pieces[0])
+        except MalformedMessageError as error:
+            self._log_refused(error, culprit)
+            reason = f"{culprit} sent what cannot be averaged: {error.message}"
+            return rounds.ChunkRefused(round=number, reason=reason, now=time.monotonic())
+        return None
+
+    def _take(self, item: rounds.AddChunk | rounds.StoreChunk, piece: MemberValues) -> None:
+        if piece.dtype != self._average.dtype:
+            raise MalformedMessageError(
+                f"a chunk has dtype {piece.dtype}, but segment {self._segment.index} is summed in {self._average.dtype}"
+            )
+        take = self._average.add if isinstance(item, rounds.AddChunk) else self._average.store
+        take(item.chunk, item.piece, piece.buffer)
+
+    def _combine(self, item: CombineChunk, pieces: Sequence[MemberValues]) -> None:
+        """Make a robust mean, and name, once in a round, who does not fit in."""
+        assert self._guarded is not None, "only guarded rounds combine"
+        found = self._guarded.combine(item.chunk, item.piece, pieces)
+        names = [*(self._member.source(step) for step in range(len(pieces))), self._node_id]
+        for positions, why in ((found.refused, "left out"), (found.suspects, "far from the others")):
+            for member in {names[position] for position in positions} - self._named:
+                self._named.add(member)
+                logger.warning(
+                    "member_suspected job=%s node=%s segment=%d round=%d member=%s reason=%r",
+                    self._job_id,
+                    self._node_id,
+                    self._segment.index,
+                    item.round,
+                    member,
+                    why,
                 )
-            take = self._average.add if isinstance(item, rounds.AddChunk) else self._average.store
-            take(item.chunk, item.piece, piece.buffer)
 
     async def _perform(self, instruction: rounds.RingInstruction) -> None:
         match instruction:
@@ -357,8 +434,8 @@ class RingDriver:
         from_base, codec = instruction.terms.base != rounds.NO_BASE, instruction.terms.codec
         reuse = self._sender.idle
         self._average.begin(self._taken, weight, from_base=from_base, codec=codec, reuse=reuse)
-        # The chunk that is sent first; the others are copied when they are needed.
-        await asyncio.to_thread(self._average.fill, self._segment.members.index(self._node_id))
+        self._named.clear()
+        await asyncio.to_thread(self._average.prepare, self._segment.members.index(self._node_id))
         self._events.put_nowait(rounds.SnapshotTaken(round=instruction.round, weight=weight, now=time.monotonic()))
 
     async def _apply_average(self, number: int) -> None:

@@ -26,10 +26,11 @@ class ReadChunk:
     instruction: SendChunk
     dtype: str
     buffer: Buffer
+    norms: tuple[float, ...]
 
 
 class RingSender:
-    """A queue of pieces to the next member, and of openings to all.
+    """A queue of pieces to the next member (in guarded rounds to all), and of openings to all.
 
     One piece at a time waits for the transport, so that rings with the same next member take turns on its stream.
     """
@@ -132,6 +133,7 @@ class RingSender:
             piece=instruction.piece,
             base=instruction.terms.base,
             codec=instruction.terms.codec,
+            norms=read.norms,
         )
         await self._transport.send(self._peers[instruction.peer], message, [read.buffer], lane=Lane.AVERAGING)
 
@@ -141,5 +143,6 @@ class RingSender:
         return await asyncio.to_thread(self._read, instruction)
 
     def _read(self, instruction: SendChunk) -> ReadChunk:
-        buffer = self._average.outgoing(instruction.chunk, instruction.piece)
-        return ReadChunk(instruction=instruction, dtype=self._average.dtype, buffer=buffer)
+        chunk, piece = instruction.chunk, instruction.piece
+        buffer, norms = self._average.outgoing(chunk, piece), self._average.norms(chunk, piece)
+        return ReadChunk(instruction=instruction, dtype=self._average.dtype, buffer=buffer, norms=norms)

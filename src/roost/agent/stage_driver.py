@@ -17,6 +17,7 @@ from torch import Tensor
 from roost import messages as m
 from roost.agent.assignment import Assignment
 from roost.agent.compute import ComputeThread
+from roost.agent.doubts import Doubts
 from roost.agent.feeder import EVALUATION_WINDOW, Feeder
 from roost.agent.outbox import Outbox
 from roost.agent.reporter import Reporter
@@ -115,7 +116,9 @@ class StageDriver:
             transport=transport,
             samples=lambda: self._counters.samples,
             start_task=self._spawn,
+            suspect=self.suspect,
         )
+        self._doubts = Doubts(self.suspect)
 
     # ------------------------------------------------------------ life
 
@@ -147,7 +150,7 @@ class StageDriver:
         self._gradients.clear()
 
     def suspect(self, peer_id: str) -> None:
-        """Tell the coordinator that the stream to a peer broke, which this stage can do without for now."""
+        """Tell the coordinator that a peer may be away, which this stage can do without for now."""
         self._reporter.put(m.PeerSuspected(job_id=self.assignment.job_id, peer=peer_id))
 
     def go(self) -> None:
@@ -260,8 +263,11 @@ class StageDriver:
             self._work.put_nowait(instruction)
 
     async def _compute_in_order(self) -> None:
+        following = "" if self.assignment.is_last else self.assignment.peer_of_stage(self.assignment.stage.index + 1).peer_id
         while True:
-            instruction = await self._work.get()
+            # Gradients of what is in flight are due some time; whether there is more data, nobody here knows.
+            awaited = following if self._runner.in_flight else ""
+            instruction = await self._doubts.next_of(self._work, awaited)
             # A paused node still copies and averages its weights: that is short, and other clusters wait for it.
             await self._compute.permission()
             match instruction:

@@ -20,6 +20,9 @@ from roost.pipeline.stage_runner import StageRunner
 from roost.protocol.averaging_pace import AveragingPace
 from roost.transport.interface import Buffer, Transport
 
+REPEATED = 2
+"""What is trained again after a fault counts again: a member's samples can be more than the job's, but hardly twice as many."""
+
 Start = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
@@ -36,9 +39,10 @@ class StageRings:
         transport: Transport,
         samples: Callable[[], int],
         start_task: Start,
+        suspect: Callable[[str], None],
     ) -> None:
         """`parameters` are the tensors that are trained; `samples` tells how many this stage has applied; `start_task` runs a task
-        whose failure is the stage's."""
+        whose failure is the stage's; `suspect` is told of members that keep rounds waiting."""
         self._assignment = assignment
         self._parameters = parameters
         self._runner = runner
@@ -46,6 +50,7 @@ class StageRings:
         self._transport = transport
         self._samples = samples
         self._start_task = start_task
+        self._suspect = suspect
         self._drivers: dict[int, RingDriver] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._paces: dict[int, AveragingPace] = {}
@@ -108,9 +113,11 @@ class StageRings:
                 snapshot=partial(self._snapshot, segment.index, segment.tensors),
                 apply=partial(self._apply_average, segment.index),
                 options=self._options(),
+                shares={stage.node_id: cluster.share for cluster in job.plan.clusters for stage in cluster.stages},
                 generation=job.generation,
                 orders=job.order,
                 samples_before=samples_before,
+                suspect=self._suspect,
             )
             self._paces[segment.index] = AveragingPace(job.config.averaging_interval)
         self._tasks = [self._start_task(driver.run(), "ring") for driver in self._drivers.values()]
@@ -123,6 +130,8 @@ class StageRings:
             outer_learning_rate=config.outer_learning_rate if steps else 0.0,
             outer_momentum=config.outer_momentum if steps else 0.0,
             parameters=self._parameters,
+            robust=config.robust_averaging,
+            most_samples=float(REPEATED * config.samples * config.epochs),
         )
 
     # ------------------------------------------------------------ rounds

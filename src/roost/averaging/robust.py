@@ -33,42 +33,81 @@ class RobustMean:
     """Members, by position, whose values lie SUSPECT_RATIO times farther from the centre than the median member's."""
 
 
-def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], centre: Tensor | None = None) -> RobustMean:
-    """Return the weighted mean of the members' differences to `centre`, each clipped to the median of their norms, plus `centre`.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Members:
+    """The members whose values can be used, side by side."""
 
-    Centred clipping (Karimireddy, He and Jaggi, arXiv 2012.10333, algorithm 2, one iteration) with the median norm as its radius. `values`
-    are one (n,) tensor per member, `weights` the samples behind each; `centre`, (n,), is the last mean, or None for the median of the
-    values, coordinate by coordinate. A member moves the mean by at most its share of the median norm. Raises ProtocolError if fewer
-    than half of the members have finite values, or the weights are not positive.
+    places: list[int]
+    """Their positions among all members."""
+    refused: tuple[int, ...]
+    """The positions of the others."""
+    rates: Tensor
+    """(members, n): values per share, in the dtype of the values."""
+    parts: Tensor
+    """(members,) float64: what each rate counts for in the mean of rates; they add up to 1."""
+    voters: Tensor
+    """(members,) bool: those who say what is usual."""
+    pace: float
+    """What the mean of the rates is multiplied with to be the mean of the values."""
+
+
+def bad_members(members: int) -> int:
+    """Return how many bad ones of so many members the means of this module allow for: one of five, and one of three or four."""
+    return max(1, members // 5)
+
+
+def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], shares: Sequence[float] | None = None) -> RobustMean:
+    """Return the weighted mean of the members' differences to their median, each clipped to the median of their norms, plus the median.
+
+    Centred clipping (Karimireddy, He and Jaggi, arXiv 2012.10333, algorithm 2, one iteration) with the median, coordinate by coordinate,
+    as its centre and the median norm as its radius. `values` are one (n,) tensor per member, `weights` the samples behind each. With
+    `shares`, where values are movements, those of a member that is expected to consume twice as many samples are taken to be twice as
+    large. A member moves the mean by at most its part of the median norm. What members without samples have is not asked where enough
+    others have some. Raises ProtocolError if fewer than half of the members have finite values, or the weights are not positive.
     """
-    finite, refused = _finite(values)
-    stacked = torch.stack([values[member] for member in finite])
-    shares = _shares([weights[member] for member in finite])
-    middle = stacked.median(dim=0).values if centre is None else centre
-    differences = stacked - middle
-    norms = _norms(differences)
-    radius = norms.median()
+    members = _members(values, weights, shares)
+    middle, norms = _middle(members)
+    differences = members.rates - middle
+    radius = norms[members.voters].median()
     scales = torch.where(norms > radius, radius / norms, 1.0)
-    mean = middle + ((shares * scales).to(stacked.dtype) @ differences)
-    return RobustMean(mean=mean, refused=refused, suspects=_suspects(finite, norms))
+    mean = middle + ((members.parts * scales).to(differences.dtype) @ differences)
+    return RobustMean(mean=mean.mul_(members.pace), refused=members.refused, suspects=_suspects(members, norms))
 
 
-def trimmed_mean(values: Sequence[Tensor], weights: Sequence[float], trimmed: int = 1) -> RobustMean:
-    """Return, coordinate by coordinate, the weighted mean without the `trimmed` smallest and as many largest values.
+def trimmed_mean(values: Sequence[Tensor], weights: Sequence[float], shares: Sequence[float] | None = None) -> RobustMean:
+    """Return, coordinate by coordinate, the weighted mean without the `bad_members` smallest and as many largest values.
 
     The coordinate-wise trimmed mean (Yin, Chen, Ramchandran and Bartlett, arXiv 1803.01498, definition 2). `values` are one (n,) tensor per
-    member, `weights` the samples behind each. With fewer than 2 x `trimmed` + 1 members as many are trimmed as leave one; a member left
-    out since its values are not finite counts as trimmed. Raises ProtocolError as clipped_mean does.
+    member, `weights` the samples behind each, `shares` as for clipped_mean. With fewer members than that takes as many are trimmed as
+    leave one; a member left out since its values are not finite counts as trimmed. Raises ProtocolError as clipped_mean does.
     """
-    finite, refused = _finite(values)
-    stacked = torch.stack([values[member] for member in finite])
-    shares = _shares([weights[member] for member in finite]).to(stacked.dtype)
-    cut = max(0, min(trimmed - len(refused), (len(finite) - 1) // 2))
-    ordered, members = stacked.sort(dim=0)
-    kept = slice(cut, len(finite) - cut)
-    taken = shares[members[kept]]
+    members = _members(values, weights, shares)
+    count = len(members.places)
+    cut = max(0, min(bad_members(len(values)) - len(members.refused), (count - 1) // 2))
+    ordered, places = members.rates.sort(dim=0)
+    kept = slice(cut, count - cut)
+    taken = members.parts.to(ordered.dtype)[places[kept]]
     mean = (ordered[kept] * taken).sum(dim=0) / taken.sum(dim=0)
-    return RobustMean(mean=mean, refused=refused, suspects=_suspects(finite, _norms(stacked - stacked.median(dim=0).values)))
+    return RobustMean(mean=mean.mul_(members.pace), refused=members.refused, suspects=_suspects(members, _middle(members)[1]))
+
+
+def _members(values: Sequence[Tensor], weights: Sequence[float], shares: Sequence[float] | None) -> _Members:
+    finite, refused = _finite(values)
+    given = torch.tensor([weights[member] for member in finite], dtype=torch.float64)
+    if not bool(torch.isfinite(given).all()) or bool((given < 0).any()) or float(given.sum()) <= 0:
+        raise ProtocolError(f"the weights of an averaging round are {given.tolist()}, which cannot be samples")
+    expected = torch.ones_like(given) if shares is None else torch.tensor([shares[member] for member in finite], dtype=torch.float64)
+    voters = given >= 1
+    if int(voters.sum()) < 2 * bad_members(len(values)) + 1:
+        voters = torch.ones_like(voters)
+    # Of two in the middle the smaller one: half of the members may not raise it.
+    usual = (given / expected)[voters & (given > 0)].median()
+    capped = torch.minimum(given, WEIGHT_CAP * usual * expected)
+    counted = capped * expected
+    stacked = torch.stack([values[member] for member in finite])
+    rates = stacked if shares is None else stacked / expected.to(stacked.dtype)[:, None]
+    pace = float(counted.sum() / capped.sum())
+    return _Members(places=finite, refused=refused, rates=rates, parts=counted / counted.sum(), voters=voters, pace=pace)
 
 
 def _finite(values: Sequence[Tensor]) -> tuple[list[int], tuple[int, ...]]:
@@ -79,15 +118,10 @@ def _finite(values: Sequence[Tensor]) -> tuple[list[int], tuple[int, ...]]:
     return finite, tuple(member for member in range(len(values)) if member not in finite)
 
 
-def _shares(weights: Sequence[float]) -> Tensor:
-    """Return the part of each member, (members,) float64 that add up to 1; no weight counts for more than WEIGHT_CAP medians."""
-    given = torch.tensor(weights, dtype=torch.float64)
-    if not bool(torch.isfinite(given).all()) or bool((given < 0).any()) or float(given.sum()) <= 0:
-        raise ProtocolError(f"the weights of an averaging round are {list(weights)}, which cannot be samples")
-    # Of two in the middle the smaller one: half of the members may not raise it.
-    positive = given[given > 0]
-    capped = given.clamp(max=WEIGHT_CAP * float(positive.median()))
-    return capped / capped.sum()
+def _middle(members: _Members) -> tuple[Tensor, Tensor]:
+    """Return the median of the voters' rates, coordinate by coordinate, (n,), and how far each member is from it, (members,) float64."""
+    middle = members.rates[members.voters].median(dim=0).values
+    return middle, _norms(members.rates - middle)
 
 
 def _norms(differences: Tensor) -> Tensor:
@@ -95,6 +129,7 @@ def _norms(differences: Tensor) -> Tensor:
     return torch.linalg.vector_norm(differences, dim=1, dtype=torch.float64)
 
 
-def _suspects(members: Sequence[int], norms: Tensor) -> tuple[int, ...]:
-    limit = SUSPECT_RATIO * float(norms.median())
-    return tuple(member for member, norm in zip(members, norms.tolist(), strict=True) if norm > limit > 0)
+def _suspects(members: _Members, norms: Tensor) -> tuple[int, ...]:
+    limit = SUSPECT_RATIO * float(norms[members.voters].median())
+    asked = zip(members.places, norms.tolist(), members.voters.tolist(), strict=True)
+    return tuple(place for place, norm, votes in asked if votes and norm > limit > 0)

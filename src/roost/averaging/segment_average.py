@@ -12,7 +12,7 @@ from torch import Tensor
 from roost.averaging.codecs import Bytes, decode, encode, root_mean_square
 from roost.averaging.outer_step import OuterStep
 from roost.averaging.ring_buffer import SegmentBuffer
-from roost.config import TensorCodec
+from roost.config import RobustMethod, TensorCodec
 from roost.errors import NonFiniteLossError, ProtocolError
 
 ABSURD = 1000.0
@@ -31,11 +31,15 @@ class AveragingOptions:
     """Of the outer optimizer."""
     parameters: frozenset[str] = frozenset()
     """The tensors that the outer optimizer steps; the others (running statistics) take the average."""
+    robust: RobustMethod = RobustMethod.NONE
+    """How rings of three or more guard themselves against a bad member."""
+    most_samples: float = math.inf
+    """Samples that are believed to be behind a chunk."""
 
     @property
     def differences(self) -> bool:
-        """True if rounds average differences to the last mean: they are small, so they can be sent in few bits."""
-        return self.codec is not TensorCodec.NONE or self.outer_learning_rate > 0
+        """True if rounds average differences to the last mean: they are small, so they can be sent in few bits, or be clipped."""
+        return self.codec is not TensorCodec.NONE or self.outer_learning_rate > 0 or self.robust is not RobustMethod.NONE
 
 
 class SegmentAverage:
@@ -100,6 +104,10 @@ class SegmentAverage:
         self._filled.clear()
         self._encoded.clear()
 
+    def prepare(self, position: int) -> None:
+        """Get ready what the member at this position sends first; the other chunks are copied when they are needed."""
+        self.fill(position)
+
     def fill(self, chunk: int) -> None:
         """Copy this member's values of a chunk, times their weight, unless that has been done. Raises NonFiniteLossError."""
         if chunk in self._filled:
@@ -128,11 +136,7 @@ class SegmentAverage:
     def scale(self, chunk: int, piece: int, total_weight: float) -> None:
         """Make a complete sum the mean; this member takes what the others will decode. Raises ProtocolError, MalformedMessageError."""
         self._running.scale(chunk, total_weight, piece, largest=self._largest(chunk))
-        if self._codec is not TensorCodec.NONE:
-            values = self._running.piece(chunk, piece)
-            encoded, decoded = self._encode(values)
-            values.copy_(decoded)
-            self._encoded[chunk, piece] = encoded
+        self._encode_mean(chunk, piece)
 
     def outgoing(self, chunk: int, piece: int) -> Bytes:
         """Return the bytes of a piece as it is now; without a codec they are the memory of the round itself."""
@@ -141,6 +145,10 @@ class SegmentAverage:
             return kept
         values = self._running.piece(chunk, piece)
         return _bytes(values) if self._codec is TensorCodec.NONE else self._encode(values)[0]
+
+    def norms(self, chunk: int, piece: int) -> tuple[float, ...]:
+        """Return what travels with a piece besides its bytes: nothing, in a ring of sums."""
+        return ()
 
     def finish(self) -> dict[str, Tensor]:
         """Return what the weights should become, of a round whose pieces are all means; the tensors are only lent.
@@ -172,6 +180,14 @@ class SegmentAverage:
     def _largest(self, chunk: int) -> float:
         """Return the largest root mean square that a mean of this chunk, or of differences to the base, is believed to have."""
         return ABSURD * max(1.0, self._filled.get(chunk, 0.0))
+
+    def _encode_mean(self, chunk: int, piece: int) -> None:
+        """Keep a mean as it travels, and take what the others will decode."""
+        if self._codec is not TensorCodec.NONE:
+            values = self._running.piece(chunk, piece)
+            encoded, decoded = self._encode(values)
+            values.copy_(decoded)
+            self._encoded[chunk, piece] = encoded
 
     def _encode(self, values: Tensor) -> tuple[Bytes, Tensor]:
         """Return the bytes of `values` and what they decode to; int8 adds what was lost the last time and keeps what is lost now."""

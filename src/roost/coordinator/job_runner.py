@@ -13,10 +13,13 @@ from typing import Any
 
 from roost import messages as m
 from roost.config import CoordinatorConfig, JobConfig
-from roost.coordinator.job_record import JobRecord, LeaseOperation, replay
+from roost.coordinator.job_record import JobRecord, LeaseOperation
+from roost.coordinator.job_reports import JobReports
+from roost.coordinator.lease_desk import LeaseDesk, evaluations
 from roost.coordinator.link_probes import measure_links
 from roost.coordinator.node_calls import NodeCalls, first_error, together
 from roost.coordinator.plan_keeper import PlanKeeper
+from roost.coordinator.plan_review import PlanReview
 from roost.coordinator.progress import JobProgress
 from roost.coordinator.repairer import Repairer
 from roost.errors import (
@@ -26,7 +29,6 @@ from roost.errors import (
     MalformedMessageError,
     NodeLostError,
     PeerUnreachableError,
-    PlanningError,
     ProtocolError,
     RequesterLostError,
     RoostError,
@@ -46,10 +48,6 @@ from roost.types import ClusterPlan, EpochResult, NodeProfile, Plan, StageMetric
 logger = logging.getLogger(__name__)
 
 END_DEADLINE_S = 5.0
-MAX_LEASES = 64
-"""Leases one request may get."""
-UPDATE_S = 0.5
-"""Seconds between progress reports to the requester."""
 MOST_SETBACKS = 3
 """Steps in a row that may fail at a synchronisation point, or stages that may fail, before the job does."""
 
@@ -60,8 +58,6 @@ RETURN_S = 10.0
 """How long a coordinator that was started again waits for the nodes of its job: they look for it every other second."""
 ATTEMPTS = 1 << 20
 """More attempts to save than there are in one generation."""
-SETTLE_S = 3.0
-"""Nodes that join one after the other are looked at together, and a plan that was just mended is left alone."""
 LEASING = frozenset({JobState.TRAINING, JobState.EVALUATING, JobState.REPAIRING})
 MENDABLE = frozenset(
     {
@@ -120,11 +116,18 @@ class JobRunner:
             profile=request.profile, config=self.config, calls=self._calls, settings=config, prepare=self._prepare_message
         )
         self._repairer: Repairer | None = None
+        self._review = PlanReview(
+            job_id=self.job_id,
+            seed=self.config.seed,
+            keeper=self.keeper,
+            calls=self._calls,
+            pool=pool,
+            is_training=lambda: self.state is JobState.TRAINING,
+            order=lambda: self._order,
+            on_better=self._change_plan,
+        )
         self._paused: frozenset[str] = frozenset()
-        self._leaving: set[str] = set()
-        self._leases: LeaseBook | None = None
-        self._grants: dict[int, tuple[int, m.LeaseGrant]] = {}  # per cluster, the number of its last request and what it was given
-        self._released: set[int] = set()  # broken clusters whose leases were given to others
+        self._desk: LeaseDesk | None = None
         self._moved = asyncio.Event()
         self._checked: set[str] = set()  # nodes that are asked whether they are there
         self._order = 0
@@ -136,9 +139,8 @@ class JobRunner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._steps: set[asyncio.Task[None]] = set()  # those of them that end when the plan breaks
         self._repairing: asyncio.Task[None] | None = None
-        self._considering: asyncio.Task[None] | None = None
-        self._consider_again = False
-        self._changed = asyncio.Event()
+        self._reviewing: asyncio.Task[None] | None = None
+        self._reports = JobReports(request.requester, transport, self._update)
 
     # ------------------------------------------------------------ what others ask
 
@@ -161,7 +163,7 @@ class JobRunner:
 
     @property
     def epochs_done(self) -> float:
-        return self._leases.epochs_done if self._leases is not None else float(self.config.start_epoch)
+        return self._book.epochs_done if self._desk is not None else float(self.config.start_epoch)
 
     def stage_of(self, node_id: str) -> StagePlan | None:
         """Return the stage a node runs, None if it runs none."""
@@ -187,7 +189,7 @@ class JobRunner:
 
     def start(self) -> None:
         """Begin: enough nodes have joined."""
-        self._spawn(self._report(), "report")
+        self._spawn(self._reports.run(lambda: self.lifecycle.ended), "report")
         self.event(lifecycle.NodesReady())
 
     def restore(self, record: JobRecord, operations: tuple[LeaseOperation, ...], history: Sequence[EpochResult]) -> None:
@@ -196,11 +198,9 @@ class JobRunner:
         self.config = replace(self.config, correction=record.correction)
         self._calls.nodes.update({node.node_id: node for node in record.nodes})
         self.keeper.restore(record)
-        self._leases = self._make_book(record.plan)
-        self._leases.restore(record.leases)
-        self._grants = dict(replay(self._leases, operations))
-        self._released = set(record.broken)
-        self._repairer = self._make_repairer(self._leases)
+        self._desk = LeaseDesk(self._make_book(record.plan), self._on_operation)
+        self._desk.restore(record.leases, operations, record.broken)
+        self._repairer = self._make_repairer(self._book)
         self._repairer.checkpoint = record.checkpoint
         self._order, self.repairs = record.order, record.repairs
         self.progress.history, self.progress.past = list(history), record.past
@@ -214,7 +214,7 @@ class JobRunner:
     def take_over(self) -> None:
         """Go on with a job that was restored, as soon as its nodes have said that they are still there."""
         logger.warning("job_found_again job=%s generation=%d clusters=%d", self.job_id, self.keeper.generation, len(self.keeper.numbers))
-        self._spawn(self._report(), "report")
+        self._spawn(self._reports.run(lambda: self.lifecycle.ended), "report")
         self._spawn(self._await_nodes(), "await-nodes", step=True)
 
     async def _await_nodes(self) -> None:
@@ -252,13 +252,13 @@ class JobRunner:
             self._perform(instruction)
         if self.lifecycle.ended and not self.planned.done():
             self.planned.set_exception(self.error or StageFailedError(f"job {self.job_id} was cancelled before it was planned"))
-        self._changed.set()
+        self._reports.changed()
         self._write_down()
         self._on_change(self)
 
     def _write_down(self) -> None:
         """Let the store keep where the job is, so that another process can go on with it."""
-        if self._leases is None or self._repairer is None or self.plan is None or self.lifecycle.ended:
+        if self._desk is None or self._repairer is None or self.plan is None or self.lifecycle.ended:
             return
         keeper = self.keeper
         record = JobRecord(
@@ -278,7 +278,7 @@ class JobRunner:
             checkpoint=self._repairer.checkpoint,
             elapsed_s=self.elapsed_s(),
             past=self.progress.past,
-            leases=self._leases.record(),
+            leases=self._book.record(),
         )
         self._on_record(record)
 
@@ -286,21 +286,14 @@ class JobRunner:
         """Return leases for the cluster whose first stage asks. Raises ForbiddenError for any other node."""
         number = request.cluster
         self._check_first_stage(node_id, number)
-        known, grant = self._grants.get(number, (0, None))
-        if grant is not None and request.number == known > 0:
-            return grant
+        if self._desk is not None and (given := self._desk.answered(number, request)) is not None:
+            return given
         closed = number in self.keeper.broken or (self._repairer is not None and number in self._repairer.draining)
-        if self._leases is None or closed or self.state not in LEASING:
+        if self._desk is None or closed or self.state not in LEASING:
             return m.LeaseGrant(leases=(), drained=True)
-        want = self._leases.fair_number(max(1, min(request.want, MAX_LEASES)))
-        leases, drained = self._leases.request(number, want)
-        if leases:
-            self._on_operation(LeaseOperation(cluster=number, want=want, number=request.number))
-        for lease in leases:
-            if not lease.training:
-                self.progress.lease_given(number, lease)
-        grant = m.LeaseGrant(leases=leases, drained=drained)
-        self._grants[number] = (request.number, grant)
+        grant = self._desk.grant(number, request)
+        for lease in evaluations(grant):
+            self.progress.lease_given(number, lease)
         return grant
 
     def leases_done(self, node_id: str, message: m.LeaseDone) -> None:
@@ -308,8 +301,7 @@ class JobRunner:
         self._check_first_stage(node_id, message.cluster)
         if message.cluster in self.keeper.broken:
             raise ForbiddenError(f"the leases of cluster {message.cluster} were given to others")
-        self._book.done(message.cluster, message.lease_ids)
-        self._on_operation(LeaseOperation(cluster=message.cluster, done=message.lease_ids))
+        self._planned_desk.done(message.cluster, message.lease_ids)
         if self._repairer is not None:
             self._repairer.drained.set()
         self._check_drained()
@@ -348,6 +340,7 @@ class JobRunner:
         if self.stage_of(node_id) is None:
             raise ForbiddenError(f"node {node_id} runs no stage of job {self.job_id}")
         if self.stage_of(peer) is not None and peer not in self._checked:
+            logger.info("node_doubted job=%s node=%s by=%s", self.job_id, peer, node_id)
             self._checked.add(peer)
             self._spawn(self._check(peer), "check")
 
@@ -375,11 +368,10 @@ class JobRunner:
         self.pool_changed()
 
     def _break(self, number: int, *, newly: bool = False) -> None:
-        known = number in self.keeper.broken and number in self._released
+        known = number in self.keeper.broken and self._desk is not None and self._desk.released(number)
         self.keeper.broken.add(number)
-        if self._leases is not None and not known:
-            self._leases.release(number, "the cluster lost a node")
-            self._released.add(number)
+        if self._desk is not None and not known:
+            self._desk.release(number)
             self._write_down()
         if self.state in MENDABLE and (newly or not known or self.state is not JobState.REPAIRING):
             self.event(lifecycle.PlanBroken())
@@ -395,24 +387,16 @@ class JobRunner:
             self._repairer.pool_changed()
         if self.state is not JobState.TRAINING:
             return
-        if self._considering is not None and not self._considering.done():
-            self._consider_again = True
+        if self._reviewing is not None and not self._reviewing.done():
+            self._review.look_again()
             return
-        self._considering = self._spawn(self._consider(), "consider", step=True)
+        self._reviewing = self._spawn(self._review.run(), "review", step=True)
 
     async def leave(self, node_id: str) -> None:
         """Return once a node has no stage any more. Raises JobRefusedError if the job cannot go on without it."""
         if self.stage_of(node_id) is None:
             return
-        others = [node for node in self._pool() if node.node_id not in {*self._leaving, node_id}]
-        try:
-            await asyncio.to_thread(self.keeper.next_plan, others, random.Random(self.config.seed))
-        except PlanningError as error:
-            raise JobRefusedError(
-                f"job {self.job_id} cannot go on without node {node_id}: {error.message}",
-                hint="Wait for its end, let another node join, or stop the node all the same: the job then waits for nodes.",
-            ) from error
-        self._leaving.add(node_id)
+        await self._review.let_leave(node_id)
         if self.state in MENDABLE:
             self.event(lifecycle.PlanBroken())
         while self.stage_of(node_id) is not None and not self.lifecycle.ended:
@@ -428,7 +412,7 @@ class JobRunner:
         """Take which nodes their owners have paused; the job waits for those that have a stage, however long that takes."""
         before, self._paused = self._paused, frozenset(filter(self.stage_of, nodes))
         if self._paused != before:
-            self._changed.set()
+            self._reports.changed()
 
     def _check_first_stage(self, node_id: str, number: int) -> None:
         stage = self.stage_of(node_id)
@@ -440,9 +424,13 @@ class JobRunner:
             self.event(lifecycle.TrainingDrained())
 
     @property
+    def _planned_desk(self) -> LeaseDesk:
+        assert self._desk is not None, "leases exist once the plan does"
+        return self._desk
+
+    @property
     def _book(self) -> LeaseBook:
-        assert self._leases is not None, "leases exist once the plan does"
-        return self._leases
+        return self._planned_desk.book
 
     # ------------------------------------------------------------ instructions
 
@@ -489,8 +477,8 @@ class JobRunner:
         self.keeper.begin(plan)
         self.config = replace(self.config, correction=chosen_correction(self.config, plan))
         logger.info("correction_chosen job=%s correction=%s", self.job_id, self.config.correction)
-        self._leases = self._make_book(plan)
-        self._repairer = self._make_repairer(self._leases)
+        self._desk = LeaseDesk(self._make_book(plan), self._on_operation)
+        self._repairer = self._make_repairer(self._book)
         self.planned.set_result(plan)
         self.event(lifecycle.LinksMeasured())
 
@@ -543,7 +531,7 @@ class JobRunner:
     def _open_training(self) -> None:
         if self._started_at is None:
             self._started_at = time.monotonic()
-            self._considering = self._spawn(self._consider(), "consider", step=True)
+            self._reviewing = self._spawn(self._review.run(), "review", step=True)
         self._book.open_training()
         self._spawn(self._continue(), "continue", step=True)
 
@@ -601,19 +589,19 @@ class JobRunner:
             self.event(lifecycle.CheckpointSaved(finished=self._book.at_end))
 
     def _schedule_steps(self) -> int:
-        done = self._leases.batches_done if self._leases is not None else 0
+        done = self._book.batches_done if self._desk is not None else 0
         return self.config.start_updates + done
 
     # ------------------------------------------------------------ another plan
 
     async def _repair(self) -> None:
         assert self._repairer is not None, "nothing is repaired before it is planned"
-        await self._repairer.repair(self._order, leaving=self._leaving)
+        await self._repairer.repair(self._order, leaving=self._review.leaving)
         if self.lifecycle.ended or self._repairing is not asyncio.current_task():
             return
         self.repairs += 1
-        self._released.clear()
-        self._leaving = {node_id for node_id in self._leaving if self.stage_of(node_id) is not None}
+        self._planned_desk.all_mended()
+        self._review.forget_left()
         self._moved.set()
         numbers = set(self.keeper.numbers)
         self.progress.keep_only(lambda metrics: metrics.number in numbers)
@@ -634,32 +622,11 @@ class JobRunner:
         # It may be there, and registered, but have lost its stage.
         self.node_lost(node_id, what)
 
-    async def _consider(self) -> None:
-        """Change the plan if nodes that wait make another one worth it; nodes that come meanwhile are looked at afterwards."""
-        self._consider_again = True
-        while self._consider_again:
-            self._consider_again = False
-            await asyncio.sleep(SETTLE_S)
-            await self._consider_once()
-
-    async def _consider_once(self) -> None:
-        pool = [node for node in self._pool() if node.node_id not in self._leaving]
-        try:
-            following = await asyncio.to_thread(self.keeper.next_plan, pool, random.Random(self.config.seed))
-        except PlanningError as error:
-            logger.info("plan_stays job=%s reason=%s", self.job_id, error.message)
-            return
-        if self.state is not JobState.TRAINING:
-            return
-        if following is not self.plan:
-            self.event(lifecycle.PlanBroken())
-            return
-        for node in pool:
-            self._calls.nodes[node.node_id] = node
-        try:
-            await self.keeper.find_backups(pool, self._order)
-        except RoostError as error:
-            logger.warning("no_backup job=%s error=%s", self.job_id, error.message)
+    def _change_plan(self, following: Plan, pool: Sequence[NodeProfile]) -> None:
+        """Nothing is broken, but another plan is better."""
+        assert self._repairer is not None, "a plan is reviewed only while it trains"
+        self._repairer.expect(following, pool)
+        self.event(lifecycle.PlanBroken())
 
     # ------------------------------------------------------------ the end
 
@@ -683,34 +650,24 @@ class JobRunner:
             task.cancel()
         stages = [stage for stage in (self.plan.stages if self.plan is not None else ()) if stage.node_id not in self.keeper.gone]
         await asyncio.gather(*(end(stage) for stage in stages))
-        await self._send_update()
+        await self._reports.send()
         self.ended.set()
         self._moved.set()
-        self._changed.set()
+        self._reports.changed()
         self._on_change(self)
 
     # ------------------------------------------------------------ reports
 
-    async def _report(self) -> None:
-        while not self.lifecycle.ended:
-            await self._send_update()
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(UPDATE_S):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
-
     def repeat_last_update(self) -> None:
         """Send the end of the job again: a requester that still sends heartbeats has not heard of it."""
         if self.ended.is_set():
-            self._spawn(self._send_update(), "repeat-update")
+            self._spawn(self._reports.send(), "repeat-update")
 
-    async def _send_update(self) -> None:
+    def _update(self) -> m.JobUpdate:
         failed = None
         if self.error is not None:
             failed = m.Failed(code=self.error.code, message=self.error.message, hint=self.error.hint)
-        update = m.JobUpdate(
+        return m.JobUpdate(
             job_id=self.job_id,
             state=self.state,
             epochs_done=self.epochs_done,
@@ -722,10 +679,6 @@ class JobRunner:
             repairs=self.repairs,
             paused=tuple(sorted(self._paused)),
         )
-        try:
-            await self._transport.send(self.requester, update, deadline_s=END_DEADLINE_S)
-        except RoostError as error:
-            logger.warning("update_not_sent job=%s error=%s", self.job_id, error.message)
 
     # ------------------------------------------------------------ tasks
 

@@ -42,6 +42,15 @@ class Return:
     """Its name on the requester's disk; empty: as the job was submitted."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """A plan that a review has found, and what it was asked of: looking for it once more would find it again."""
+
+    before: Plan
+    pool: frozenset[NodeProfile]
+    plan: Plan
+
+
 class Repairer:
     """Finds the next plan and carries it out; whatever is lost meanwhile starts it again."""
 
@@ -71,6 +80,7 @@ class Repairer:
         self._pool = pool
         self._on_lost = on_lost
         self._reported = 0
+        self._found: _Found | None = None
         self._pool_changed = asyncio.Event()
         self.drained = asyncio.Event()
         """To be set when a lease is done."""
@@ -84,6 +94,11 @@ class Repairer:
     def pool_changed(self) -> None:
         """A node has joined, come back, or gone: whoever waits for nodes looks again."""
         self._pool_changed.set()
+
+    def expect(self, following: Plan, pool: Sequence[NodeProfile]) -> None:
+        """A review has found this plan for these nodes: the next repair takes it, unless something has changed by then."""
+        assert self._keeper.plan is not None, "asked for only after planning"
+        self._found = _Found(before=self._keeper.plan, pool=frozenset(pool), plan=following)
 
     async def repair(self, order: int, *, leaving: Collection[str] = ()) -> None:
         """Bring the job to a plan that can go on, without the nodes that are `leaving`.
@@ -157,11 +172,14 @@ class Repairer:
         while True:
             self._pool_changed.clear()
             pool = [node for node in self._pool() if node.node_id not in leaving]
+            found, self._found = self._found, None
             for node in pool:
                 self._calls.nodes[node.node_id] = node
             try:
                 if not pool:
                     raise PlanningError("no node is left")
+                if found is not None and not self._keeper.broken and (found.before, found.pool) == (self._keeper.plan, frozenset(pool)):
+                    return found.plan
                 # First only what is broken, and soon; whether more is worth changing is looked at when training goes on.
                 improve = not self._keeper.broken or self._keeper.apart
                 return await asyncio.to_thread(self._keeper.next_plan, pool, random.Random(self._seed), improve=improve)

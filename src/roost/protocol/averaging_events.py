@@ -1,4 +1,4 @@
-"""What one member of an averaging ring is told, and what it answers (averaging_round.py decides)."""
+"""What one member of an averaging ring is told, and what it answers (averaging_round.py and guarded_round.py decide)."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class SnapshotTaken:
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkArrived:
-    """The previous member sent a piece of a chunk; the shell keeps its buffer under (round, step, piece) while `wants(round)`."""
+    """The `source` of this step sent a piece of a chunk; the shell keeps its buffer under (round, step, piece) while `wants(round)`."""
 
     round: int
     step: int
     chunk: int
     weight: float
-    """In reduce-scatter the samples behind the partial sum, in all-gather their total."""
+    """In reduce-scatter the samples behind the partial sum, in all-gather their total; in a guarded round the sender's samples."""
     now: float
     piece: int = 0
     terms: RoundTerms = PLAIN
@@ -150,6 +150,15 @@ class ScaleChunk:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CombineChunk:
+    """Make the robust mean of a piece of the local chunk: of this member's values, and those received under (round, 0 .. C-2, piece)."""
+
+    round: int
+    chunk: int
+    piece: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ApplyAverage:
     """All chunks are means: between two updates do weights += mean - snapshot, then report AverageApplied."""
 
@@ -166,4 +175,4 @@ class AbandonRound:
 
 
 RingEvent = StartRequested | OpenReceived | SnapshotTaken | ChunkArrived | ChunkRefused | AverageApplied | DeadlinePassed
-RingInstruction = SendOpen | TakeSnapshot | SendChunk | AddChunk | StoreChunk | ScaleChunk | ApplyAverage | AbandonRound
+RingInstruction = SendOpen | TakeSnapshot | SendChunk | AddChunk | StoreChunk | ScaleChunk | CombineChunk | ApplyAverage | AbandonRound

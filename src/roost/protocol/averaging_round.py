@@ -151,6 +151,9 @@ TRANSITIONS: dict[RingState, dict[type[object], RingState | tuple[RingState, ...
 class RingMember:
     """Takes one node through the rounds of one ring, one round at a time."""
 
+    transitions = TRANSITIONS
+    """The table of its state machine."""
+
     def __init__(
         self,
         segment: int,
@@ -177,7 +180,7 @@ class RingMember:
         self._codec = codec
         self._differences = differences
         self._agreed = agreed  # some mean, or the initial weights, are known to all members
-        self._machine = StateMachine(self._name, RingState.IDLE, TRANSITIONS)
+        self._machine = StateMachine(self._name, RingState.IDLE, self.transitions)
         self._target = RingState.IDLE  # the state after the event that is being handled
         self._round = 0  # the current round, or the last one
         self._terms = PLAIN  # of the current round
@@ -224,6 +227,10 @@ class RingMember:
         if number == self._round:
             return not self.idle
         return number > self._round and number not in self._superseded()
+
+    def source(self, step: int) -> str:
+        """Return the member that sends what arrives in `step`: in a ring always the previous one."""
+        return self._neighbour(-1)
 
     def handle(self, event: RingEvent) -> list[RingInstruction]:
         """Take in `event` and return what to do, in order.
@@ -348,9 +355,12 @@ class RingMember:
         deadline = self.deadline
         if deadline is None or event.now < deadline:
             return []
-        missing = f"nothing arrived from {self._neighbour(-1)} for step {self._step}"
-        reason = "no snapshot was taken" if self._target is RingState.SNAPSHOTTING else missing
+        reason = "no snapshot was taken" if self._target is RingState.SNAPSHOTTING else self._missing()
         return self._abandon(f"{reason} within {self._deadline_s:g} s", event.now)
+
+    def _missing(self) -> str:
+        """Return what the round waits for."""
+        return f"nothing arrived from {self._neighbour(-1)} for step {self._step}"
 
     # ------------------------------------------------------------ the steps of a round
 
@@ -361,8 +371,11 @@ class RingMember:
             raise self._broken(f"the weight of the snapshot of round {event.round} is {event.weight}")
         self._weight = event.weight
         self._target = RingState.REDUCING
-        first = [self._send(0, self._position, piece, event.weight) for piece in range(self._pieces)]
-        return [*first, *self._advance(event.now)]
+        return [*self._first_sends(), *self._advance(event.now)]
+
+    def _first_sends(self) -> list[RingInstruction]:
+        """Return what is sent as soon as the snapshot is there."""
+        return [self._send(0, self._position, piece, self._weight) for piece in range(self._pieces)]
 
     def _chunk(self, event: ChunkArrived) -> list[RingInstruction]:
         self._check_chunk(event)
@@ -381,17 +394,25 @@ class RingMember:
         out = self._hear(event.round, event.terms, event.now)
         if out or self._target in (RingState.IDLE, RingState.APPLYING):
             return out
-        if len(self._chunks.get(self._round, {})) < self._steps * self._pieces:
-            return self._abandon(f"{self._neighbour(-1)} has left it for round {event.round}", event.now)
+        if self._owes(event.step):
+            return self._abandon(f"{self.source(event.step)} has left it for round {event.round}", event.now)
         return []
+
+    def _owes(self, step: int) -> bool:
+        """Return True if the source of `step` has not sent all of the current round."""
+        return len(self._chunks.get(self._round, {})) < self._steps * self._pieces
 
     def _take_in(self, event: ChunkArrived) -> list[RingInstruction]:
         """Go on with the current round."""
         if event.terms != self._terms and self._target is not RingState.APPLYING:
             self._plain_next = self._requested = True
-            return self._abandon(f"{self._neighbour(-1)} averages {event.terms}, not {self._terms}", event.now)
+            return self._abandon(f"{self.source(event.step)} averages {event.terms}, not {self._terms}", event.now)
         self._moved_at = max(self._moved_at, event.now)
-        return self._advance(event.now) if self._target is not RingState.SNAPSHOTTING else []
+        return self._use(event) if self._target is not RingState.SNAPSHOTTING else []
+
+    def _use(self, event: ChunkArrived) -> list[RingInstruction]:
+        """Go on after the snapshot with a piece that has just come."""
+        return self._advance(event.now)
 
     def _advance(self, now: float) -> list[RingInstruction]:
         """Take in the pieces that have arrived, in their order."""
@@ -425,23 +446,26 @@ class RingMember:
         elif self._step > self._last_reduce:
             self._target = RingState.GATHERING
 
-    def _send(self, step: int, chunk: int, piece: int, weight: float) -> SendChunk:
-        return SendChunk(peer=self._neighbour(1), round=self._round, step=step, chunk=chunk, weight=weight, piece=piece, terms=self._terms)
+    def _send(self, step: int, chunk: int, piece: int, weight: float, to: int = 1) -> SendChunk:
+        """Return what sends a piece to the member `to` places on."""
+        return SendChunk(peer=self._neighbour(to), round=self._round, step=step, chunk=chunk, weight=weight, piece=piece, terms=self._terms)
 
     def _check_chunk(self, event: ChunkArrived) -> None:
         if not 0 <= event.step < self._steps:
             raise self._broken(f"step {event.step} of round {event.round} is not one of 0..{self._steps - 1}")
         if not 0 <= event.piece < self._pieces:
             raise self._broken(f"piece {event.piece} of step {event.step} of round {event.round} is not one of 0..{self._pieces - 1}")
-        if event.chunk != self._expected_chunk(event.step):
-            raise self._broken(
-                f"step {event.step} of round {event.round} brought chunk {event.chunk}, not {self._expected_chunk(event.step)}"
-            )
+        expected = self._expected_chunk(event.round, event.step)
+        if event.chunk != expected:
+            raise self._broken(f"step {event.step} of round {event.round} brought chunk {event.chunk}, not {expected}")
+        self._check_weight(event)
+
+    def _check_weight(self, event: ChunkArrived) -> None:
         if not (math.isfinite(event.weight) and event.weight >= 0):
             raise self._broken(f"the weight of step {event.step} of round {event.round} is {event.weight}")
 
-    def _expected_chunk(self, step: int) -> int:
-        """Return the chunk that arrives in `step`: (p - s - 1) mod C in reduce-scatter, (p - (s - (C-1))) mod C in all-gather."""
+    def _expected_chunk(self, number: int, step: int) -> int:
+        """Return the chunk that arrives in step s of any round: (p - s - 1) mod C when reducing, (p - (s - (C-1))) mod C when gathering."""
         count = len(self._members)
         return (self._position - step - 1) % count if step <= self._last_reduce else (self._position - (step - count + 1)) % count
 

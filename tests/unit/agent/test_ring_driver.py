@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from ring_kit import Member, running
 from torch import Tensor
 
 from roost import messages as m
-from roost.agent.ring_driver import RingDriver
 from roost.averaging.segment_average import AveragingOptions
 from roost.config import TensorCodec
 from roost.errors import MalformedMessageError, NonFiniteLossError
-from roost.transport.inproc import InprocNetwork, InprocTransport
-from roost.transport.interface import Buffer, Sender
-from roost.types import Peer, Role, SegmentPlan
+from roost.types import SegmentPlan
 
 # Two clusters cut at different places: a | b and c | d | e over the tensors p0 .. p3.
 CLUSTERS = [{"a": ["p0", "p1"], "b": ["p2", "p3"]}, {"c": ["p0"], "d": ["p1", "p2"], "e": ["p3"]}]
@@ -30,71 +25,6 @@ SEGMENTS = [
     SegmentPlan(index=3, tensors=("p3",), nbytes=60, members=("b", "e")),
 ]
 SHAPES = {"p0": (7,), "p1": (), "p2": (3, 4), "p3": (5, 3)}
-
-
-@dataclass
-class Member:
-    """One node: its tensors, the samples it has applied, and its rings."""
-
-    tensors: dict[str, Tensor]
-    samples: int
-    moves: Tensor = field(default_factory=lambda: torch.zeros(()))
-    rings: dict[int, RingDriver] = field(default_factory=dict)
-
-    async def snapshot(self, names: tuple[str, ...]) -> tuple[dict[str, Tensor], int]:
-        return {name: self.tensors[name].clone() for name in names}, self.samples
-
-    async def apply(self, average: dict[str, Tensor], snapshot: dict[str, Tensor]) -> None:
-        for name, mean in average.items():
-            same = torch.equal(self.tensors[name], snapshot[name])
-            # The average is only lent.
-            self.tensors[name] = mean.clone() if same else self.tensors[name] + (mean - snapshot[name])
-
-    async def on_message(self, sender: Sender, message: m.Message, buffers: list[bytearray | memoryview]) -> None:
-        assert isinstance(message, m.OpenRound | m.RingChunk)
-        if isinstance(message, m.OpenRound):
-            self.rings[message.segment].opened(sender.peer_id, message)
-        else:
-            self.rings[message.segment].chunk_arrived(sender.peer_id, message, buffers[0])
-
-    async def on_call(self, sender: Sender, message: m.Message, buffers: list[bytearray | memoryview]) -> tuple[m.Message, list[Buffer]]:
-        raise AssertionError("rings make no calls")
-
-
-@contextlib.asynccontextmanager
-async def running(
-    members: dict[str, Member], segments: list[SegmentPlan], *, drive: bool = True, options: AveragingOptions | None = None
-) -> AsyncIterator[None]:
-    network = InprocNetwork()
-    transports = {name: InprocTransport(name, Role.NODE, network) for name in members}
-    for name, transport in transports.items():
-        await transport.start(members[name])
-    peers = {name: Peer(peer_id=name, address=transport.address) for name, transport in transports.items()}
-    tasks = []
-    for segment in segments:
-        for name in segment.members:
-            member = members[name]
-            driver = RingDriver(
-                job_id="job",
-                segment=segment,
-                node_id=name,
-                peers=peers,
-                transport=transports[name],
-                snapshot=lambda member=member, segment=segment: member.snapshot(segment.tensors),  # type: ignore[misc]
-                apply=member.apply,
-                options=options,
-            )
-            member.rings[segment.index] = driver
-            if drive:
-                tasks.append(asyncio.create_task(driver.run()))
-                await driver.ready.wait()
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(transport.stop() for transport in transports.values()))
 
 
 def two_clusters(samples: tuple[int, int]) -> tuple[dict[str, Member], list[dict[str, Tensor]]]:

@@ -138,7 +138,7 @@ def test_the_job_waits_for_nodes_when_those_left_cannot_hold_the_model_and_goes_
 
 def test_a_job_that_no_node_comes_back_for_fails_and_says_who_was_lost(tmp_path: Path) -> None:
     job = job_of(tmp_path, max_clusters=1)
-    pool = InprocPool(small_nodes(job, ["a", "b"]), tmp_path, rejoin_s=0.2)
+    pool = InprocPool(small_nodes(job, ["a", "b"]), tmp_path, rejoin_s=0.2, lost_after_s=3.0)
     lose_one(pool, ["a", "b"], 9)
     with pytest.raises(NodeLostError, match="went away, and no other node came within"):
         roost.train(job, pool).wait(60)
@@ -187,7 +187,7 @@ def test_a_node_that_leaves_gives_its_stage_to_one_that_waits_and_nothing_is_tra
 
 
 def test_a_backup_takes_over_with_its_copy_where_nobody_else_has_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roost.coordinator.job_runner.SETTLE_S", 0.0)
+    monkeypatch.setattr("roost.coordinator.plan_review.SETTLE_S", 0.0)
     monkeypatch.setattr("roost.agent.stage_copy.LEAST_PAUSE_S", 0.05)
     job = job_of(tmp_path, max_clusters=1)
     nodes = small_nodes(job, ["a", "b"])

@@ -143,7 +143,7 @@ def tiny_profile(name: str, units: int) -> ModelProfile:
     return merge_units(load_profile(name), units)
 
 
-@pytest.mark.parametrize("nodes,units,pools", [(2, 9, 24), (3, 7, 24), (4, 6, 12)])
+@pytest.mark.parametrize("nodes,units,pools", [(2, 9, 24), (3, 7, 12), (4, 6, 4)])
 def test_bounded_search_finds_what_plain_enumeration_finds(nodes: int, units: int, pools: int) -> None:
     for seed in range(pools):
         scenario = make_scenario(tiny_profile(MODELS[seed % len(MODELS)], units), nodes, seed)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic import KB, MB, even_model, job, model, unit
 
-from roost.config import ArgumentValue, NamedArguments, OuterOptimizer, TensorCodec
+from roost.config import ArgumentValue, NamedArguments, OuterOptimizer, RobustMethod, TensorCodec
 from roost.planning.cost import unit_costs
 from roost.planning.memory import IN_FLIGHT_LIMIT, MemoryModel, older_versions, optimizer_copies
 from roost.types import ModelProfile
@@ -133,6 +133,8 @@ def test_compression_and_an_outer_optimizer_need_more_copies_of_what_is_averaged
     assert job(averaging_compression=TensorCodec.FP16).averaging_copies == 3
     assert job(averaging_compression=TensorCodec.INT8).averaging_copies == 4
     assert job(averaging_compression=TensorCodec.INT8, outer_optimizer=OuterOptimizer.NESTEROV).averaging_copies == 5
+    assert job(robust_averaging=RobustMethod.TRIMMED).averaging_copies == 4
+    assert job(robust_averaging=RobustMethod.CLIPPED, averaging_compression=TensorCodec.FP16).averaging_copies == 4
     costs = unit_costs(even_model(6), job())
     plain, more = (MemoryModel(costs=costs, optimizer_copies=0, averaging_copies=copies) for copies in (2, 4))
     extra = more.stage_bytes(2, 4, 1, averaging=True) - plain.stage_bytes(2, 4, 1, averaging=True)

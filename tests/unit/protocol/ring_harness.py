@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from roost.config import TensorCodec
+from roost.protocol.averaging_events import CombineChunk
 from roost.protocol.averaging_round import (
     NO_BASE,
     PLAIN,
@@ -29,6 +30,7 @@ from roost.protocol.averaging_round import (
     StoreChunk,
     TakeSnapshot,
 )
+from roost.protocol.guarded_round import GuardedMember
 
 Sent = tuple[SendOpen | SendChunk, Fraction]
 
@@ -46,6 +48,8 @@ class Shell:
     base: list[Fraction] = field(default_factory=list)
     terms: RoundTerms = PLAIN
     buffers: dict[tuple[int, int, int], Fraction] = field(default_factory=dict)
+    claims: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    """The samples that came with each buffer."""
     pending: deque[TakeSnapshot | ApplyAverage] = field(default_factory=deque)
     applied: list[int] = field(default_factory=list)
     abandoned: list[AbandonRound] = field(default_factory=list)
@@ -65,6 +69,8 @@ class Shell:
                     self.local[chunk * self.pieces + piece] = self.buffers.pop((number, step, piece))
                 case ScaleChunk(chunk=chunk, piece=piece):
                     self.local[chunk * self.pieces + piece] /= int(instruction.total_weight)
+                case CombineChunk():
+                    self._combine(instruction)
                 case TakeSnapshot() | ApplyAverage():
                     self.pending.append(instruction)
                 case AbandonRound():
@@ -73,6 +79,20 @@ class Shell:
         self.buffers = {key: value for key, value in self.buffers.items() if self.member.wants(key[0])}
         return sent
 
+    def _combine(self, instruction: CombineChunk) -> None:
+        """Take the plain mean in place of a robust one: it is known exactly."""
+        place = instruction.chunk * self.pieces + instruction.piece
+        total, weight = self.local[place] * self.weight, self.weight
+        for key in sorted(self.buffers):
+            if key[0] == instruction.round and key[1] < self.sources and key[2] == instruction.piece:
+                total, weight = total + self.buffers.pop(key) * self.claims[key], weight + self.claims[key]
+        self.local[place] = total / weight
+
+    @property
+    def sources(self) -> int:
+        """How many others there are in guarded rounds; 0 in a ring of sums."""
+        return len(self.local) // self.pieces - 1 if isinstance(self.member, GuardedMember) else 0
+
     def between_updates(self, now: float) -> list[Sent]:
         """Carry out what was waiting for the end of an update."""
         instruction = self.pending.popleft()
@@ -80,7 +100,8 @@ class Shell:
             self.snapshot = list(self.values)
             self.terms = instruction.terms
             base = self.base if self.terms.base != NO_BASE else [Fraction(0)] * len(self.values)
-            self.local = [(value - before) * self.weight for value, before in zip(self.values, base, strict=True)]
+            factor = 1 if isinstance(self.member, GuardedMember) else self.weight
+            self.local = [(value - before) * factor for value, before in zip(self.values, base, strict=True)]
             return self.perform(self.member.handle(SnapshotTaken(round=instruction.round, weight=self.weight, now=now)))
         if self.terms.base != NO_BASE:
             self.local = [mean + before for mean, before in zip(self.local, self.base, strict=True)]
@@ -93,14 +114,17 @@ class Shell:
 class Ring:
     """Members, links that each keep their order, and a random choice of what happens next."""
 
-    def __init__(self, size: int, seed: int, deadline_s: float = 1000.0, *, pieces: int = 1, differences: bool = False) -> None:
+    def __init__(
+        self, size: int, seed: int, deadline_s: float = 1000.0, *, pieces: int = 1, differences: bool = False, guarded: bool = False
+    ) -> None:
         self.rng = random.Random(seed)
         self.names = tuple(f"node-{index}" for index in range(size))
         self.size = size * pieces
         codec = TensorCodec.INT8 if differences else TensorCodec.NONE
+        kind = GuardedMember if guarded else RingMember
         self.shells = {
             name: Shell(
-                member=RingMember(0, self.names, name, deadline_s, pieces=pieces, codec=codec, differences=differences),
+                member=kind(0, self.names, name, deadline_s, pieces=pieces, codec=codec, differences=differences),
                 values=[Fraction(self.rng.randrange(-50, 50)) for _ in range(self.size)],
                 weight=self.rng.randrange(1, 9),
                 pieces=pieces,
@@ -138,7 +162,9 @@ class Ring:
         if isinstance(instruction, SendOpen):
             self.give(target, OpenReceived(round=instruction.round, now=self.now, terms=instruction.terms))
             return
-        self.shells[target].buffers[(instruction.round, instruction.step, instruction.piece)] = value
+        key = (instruction.round, instruction.step, instruction.piece)
+        assert self.shells[target].member.source(instruction.step) == link[0]
+        self.shells[target].buffers[key], self.shells[target].claims[key] = value, int(instruction.weight)
         event = ChunkArrived(
             round=instruction.round,
             step=instruction.step,

@@ -171,7 +171,7 @@ def long_job(tmp_path: Path, **changes: Any) -> roost.Job:
 
 def test_a_killed_node_that_is_missed_ends_the_run_with_its_name(tmp_path: Path) -> None:
     training = long_job(tmp_path, max_clusters=1)
-    pool = InprocPool(nodes_for_stages(training, ["a", "b"]), tmp_path, rejoin_s=0.1)
+    pool = InprocPool(nodes_for_stages(training, ["a", "b"]), tmp_path, rejoin_s=0.1, lost_after_s=3.0)
     observer = At(lambda metrics: metrics.samples > 0, lambda: pool.network.kill("b"))
     error = failure(roost.train(training, pool, observer=observer))
     assert error.code == "R602"

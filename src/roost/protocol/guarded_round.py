@@ -1,0 +1,156 @@
+"""One member of one averaging ring that guards itself against a bad one: all values of a chunk meet at its owner.
+
+A ring of partial sums hides who added what. In a guarded round every one of the C chunks has an owner; each member sends the owner
+its own values of the chunk, the owner makes a robust mean of all members' (averaging/robust.py), and sends that to every other
+member. Each sends and receives 2 (C-1)/C of the segment, as in a ring, in two hops instead of 2(C-1).
+
+With n the round's number the member at position p owns chunk (p + n) mod C: an owner that lies about its mean has every value once
+in C rounds. What arrives is numbered as a ring's steps are: step s of 0 .. C-2 brings the values of the member at position p - s - 1
+for the chunk owned here, step C-1+s the mean of that member's chunk. So each step has one `source`, and in each every member sends to
+another one.
+
+Numbers, orders, terms, bases, deadlines and giving up are those of RingMember (averaging_round.py). A piece of a mean is taken in
+once the same piece of the own chunk is complete: with the values come the norms by which the shell judges means.
+"""
+
+from __future__ import annotations
+
+from roost.protocol.averaging_events import (
+    ApplyAverage,
+    AverageApplied,
+    ChunkArrived,
+    ChunkRefused,
+    CombineChunk,
+    DeadlinePassed,
+    OpenReceived,
+    RingInstruction,
+    SnapshotTaken,
+    StartRequested,
+    StoreChunk,
+)
+from roost.protocol.averaging_round import RingMember, RingState
+
+_S = RingState
+_RESTART = (_S.IDLE, _S.SNAPSHOTTING)
+_ANY = (_S.IDLE, _S.SNAPSHOTTING, _S.REDUCING, _S.GATHERING, _S.APPLYING)
+
+GUARDED_TRANSITIONS: dict[RingState, dict[type[object], RingState | tuple[RingState, ...]]] = {
+    _S.IDLE: {
+        StartRequested: _RESTART,
+        OpenReceived: _RESTART,
+        ChunkArrived: _RESTART,
+        SnapshotTaken: _S.IDLE,
+        ChunkRefused: _S.IDLE,
+        DeadlinePassed: _S.IDLE,
+    },
+    _S.SNAPSHOTTING: {
+        StartRequested: _S.SNAPSHOTTING,
+        OpenReceived: _S.SNAPSHOTTING,
+        ChunkArrived: _RESTART,
+        SnapshotTaken: _ANY,
+        ChunkRefused: _RESTART,
+        DeadlinePassed: _RESTART,
+    },
+    _S.REDUCING: {
+        StartRequested: _S.REDUCING,
+        OpenReceived: _S.REDUCING,
+        ChunkArrived: _ANY,
+        SnapshotTaken: _S.REDUCING,
+        ChunkRefused: (_S.IDLE, _S.SNAPSHOTTING, _S.REDUCING),
+        DeadlinePassed: (_S.IDLE, _S.SNAPSHOTTING, _S.REDUCING),
+    },
+    _S.GATHERING: {
+        StartRequested: _S.GATHERING,
+        OpenReceived: _S.GATHERING,
+        ChunkArrived: (_S.IDLE, _S.SNAPSHOTTING, _S.GATHERING, _S.APPLYING),
+        SnapshotTaken: _S.GATHERING,
+        ChunkRefused: (_S.IDLE, _S.SNAPSHOTTING, _S.GATHERING),
+        DeadlinePassed: (_S.IDLE, _S.SNAPSHOTTING, _S.GATHERING),
+    },
+    _S.APPLYING: {
+        StartRequested: _S.APPLYING,
+        OpenReceived: _S.APPLYING,
+        ChunkArrived: _S.APPLYING,
+        SnapshotTaken: _S.APPLYING,
+        ChunkRefused: _RESTART,
+        AverageApplied: _RESTART,
+        DeadlinePassed: _S.APPLYING,
+    },
+}
+
+
+class GuardedMember(RingMember):
+    """Takes one node through the guarded rounds of one ring, one round at a time.
+
+    "Reducing" is making the mean of the own chunk, "gathering" waiting for those of the others.
+    """
+
+    transitions = GUARDED_TRANSITIONS
+
+    def source(self, step: int) -> str:
+        """Return the member that sends what arrives in `step`."""
+        return self._neighbour(-self._place(step) - 1)
+
+    def _place(self, step: int) -> int:
+        """Return s of step s or C-1+s."""
+        return step % (len(self._members) - 1)
+
+    def _expected_chunk(self, number: int, step: int) -> int:
+        """Return the chunk that arrives in `step` of round `number`: the own one, then those of the sources."""
+        owner = self._position if step <= self._last_reduce else self._position - self._place(step) - 1
+        return (owner + number) % len(self._members)
+
+    def _check_weight(self, event: ChunkArrived) -> None:
+        """A claim of samples that cannot be is for the owner to leave out, with the values it came with."""
+
+    def _first_sends(self) -> list[RingInstruction]:
+        """Return the values for all owners, piece by piece, so that they can make means of the first while others are on their way."""
+        count = len(self._members)
+        return [
+            self._send(step, (self._position + step + 1 + self._round) % count, piece, self._weight, to=step + 1)
+            for piece in range(self._pieces)
+            for step in range(count - 1)
+        ]
+
+    def _use(self, event: ChunkArrived) -> list[RingInstruction]:
+        late = event.step > self._last_reduce and event.piece < self._piece
+        return [*([self._store(event)] if late else []), *self._advance(event.now)]
+
+    def _advance(self, now: float) -> list[RingInstruction]:
+        """Make the means of the pieces that are complete, in their order, and take in those that waited for them."""
+        out: list[RingInstruction] = []
+        arrived = self._chunks.get(self._round, {})
+        values, means = range(self._last_reduce + 1), range(self._last_reduce + 1, self._steps)
+        while self._piece < self._pieces and all((step, self._piece) in arrived for step in values):
+            if self._weight + sum(max(arrived[step, self._piece].weight, 0.0) for step in values) <= 0:
+                return [*out, *self._abandon("no member has consumed samples since the last round", now)]
+            out += self._combine()
+            out += [self._store(arrived[step, self._piece]) for step in means if (step, self._piece) in arrived]
+            self._piece += 1
+        if self._piece == self._pieces and self._target is not RingState.APPLYING:
+            complete = len(arrived) == self._steps * self._pieces
+            self._target = RingState.APPLYING if complete else RingState.GATHERING
+            if complete:
+                out.append(ApplyAverage(round=self._round, total_weight=self._total(arrived)))
+        return out
+
+    def _combine(self) -> list[RingInstruction]:
+        own = (self._position + self._round) % len(self._members)
+        means = [self._send(self._last_reduce + step, own, self._piece, self._weight, to=step) for step in range(1, len(self._members))]
+        return [CombineChunk(round=self._round, chunk=own, piece=self._piece), *means]
+
+    def _store(self, event: ChunkArrived) -> StoreChunk:
+        return StoreChunk(round=event.round, step=event.step, chunk=event.chunk, piece=event.piece)
+
+    def _total(self, arrived: dict[tuple[int, int], ChunkArrived]) -> float:
+        """Return the samples that the members claim with the first piece of their values."""
+        return self._weight + sum(arrived[step, 0].weight for step in range(self._last_reduce + 1))
+
+    def _owes(self, step: int) -> bool:
+        arrived = self._chunks.get(self._round, {})
+        places = (self._place(step), self._last_reduce + 1 + self._place(step))
+        return any((place, piece) not in arrived for place in places for piece in range(self._pieces))
+
+    def _missing(self) -> str:
+        silent = [self.source(step) for step in range(self._last_reduce + 1) if self._owes(step)]
+        return f"not all has arrived from {', '.join(silent)}"
