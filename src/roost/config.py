@@ -77,6 +77,16 @@ class RobustMethod(StrEnum):
     """Value by value, the largest and the smallest of the clusters' are left out."""
 
 
+def bad_members(members: int) -> int:
+    """Return how many bad ones of so many members robust averaging allows for: one of five, and one of three or four."""
+    return max(1, members // 5)
+
+
+def robust_quorum(members: int) -> int:
+    """Return how many of so many members must have consumed samples to tell what is usual: most of them are good, whichever those are."""
+    return 2 * bad_members(members) + 1
+
+
 BYTES_PER_ENCODED_BYTE = {TensorCodec.NONE: 1.0, TensorCodec.FP16: 0.5003, TensorCodec.INT8: 0.254}
 """Bytes on the wire per byte of float32 numbers, scales included."""
 

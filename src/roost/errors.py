@@ -34,7 +34,8 @@ RoostError
 │   ├── StageFailedError       R603
 │   ├── JobRefusedError        R604
 │   ├── RequesterLostError     R605
-│   └── OutOfBudgetError       R606
+│   ├── OutOfBudgetError       R606
+│   └── StaleCoordinatorError  R607
 ├── CheckpointError        R7xx  files
 │   ├── CheckpointDamagedError R701
 │   └── CheckpointMismatchError R702
@@ -307,6 +308,13 @@ class OutOfBudgetError(JobError):
 
     code = "R606"
     default_hint = "Submit the job again; if it comes back, the plan is wrong: raise that node's --memory, or report it."
+
+
+class StaleCoordinatorError(JobError):
+    """The coordinator was started with an older copy of its state than the job has come to."""
+
+    code = "R607"
+    default_hint = "Resume from the last checkpoint; never put an older copy in the place of the coordinator's state directory."
 
 
 class CheckpointError(RoostError):

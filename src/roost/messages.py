@@ -84,6 +84,10 @@ class RegisterNode(Message):
     """The cluster number of that stage."""
     generation: int = 0
     """Of the plan that it knows."""
+    granted: int = 0
+    """The number of its last lease request that was given leases; 0 if there was none, or it has no first stage."""
+    reported: int = 0
+    """Leases of its cluster that it has reported done, and the coordinator has taken note of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,10 @@ class LeaseRequest(Message):
     want: int
     number: int = 0
     """Counts the requests of this cluster: one that is repeated, as its answer was lost, is given the same leases again."""
+    granted: int = 0
+    """The last one that was given leases, 0 if none was: a coordinator that does not know of it has lost some of its state."""
+    reported: int = 0
+    """Leases reported done of which the coordinator has taken note."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -476,6 +484,16 @@ class JobUpdate(Message):
     """Times that the plan was changed because a node was lost."""
     paused: tuple[str, ...] = ()
     """Nodes of the job that their owners have paused: the job waits for them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnded(Message):
+    """Answers the heartbeat of a requester whose job ended without its hearing of it, in the time of a coordinator that is no more."""
+
+    senders = _COORDINATOR
+    state: JobState
+    history: tuple[EpochResult, ...]
+    error: Failed | None
 
 
 @dataclass(frozen=True, kw_only=True)

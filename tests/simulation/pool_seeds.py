@@ -12,7 +12,16 @@ from pool_invariants import PoolInvariants
 from small_job import captured_job
 from whole_pool import WholePool
 
-from roost.errors import JobRefusedError, NodeLostError, PlanningError, RequesterLostError, RoostError, StageFailedError, TransportError
+from roost.errors import (
+    JobRefusedError,
+    NodeLostError,
+    PlanningError,
+    RequesterLostError,
+    RoostError,
+    StageFailedError,
+    StaleCoordinatorError,
+    TransportError,
+)
 from roost.messages import JobState
 from roost.planning.planner import make_plan
 from roost.types import Role
@@ -26,12 +35,12 @@ BACK_S = 20.0
 """A node that has been back for so long counts as there."""
 TOO_FEW = (NodeLostError, PlanningError, StageFailedError)
 """What a job may fail with when too few nodes are left."""
-UNPLANNED = (PlanningError, JobRefusedError, TransportError)
+UNPLANNED = (PlanningError, JobRefusedError, TransportError, StageFailedError)
 """What a submission may fail with before there is a plan: it is asked for once, by somebody who can do so again."""
 EXCUSES: tuple[tuple[frozenset[Mishap], tuple[type[RoostError], ...]], ...] = (
-    (frozenset({Mishap.COORDINATOR, Mishap.STALE_COORDINATOR}), (StageFailedError, JobRefusedError, TransportError)),
+    (frozenset({Mishap.STALE_COORDINATOR}), (StaleCoordinatorError, StageFailedError, JobRefusedError, TransportError)),
 )
-"""Faults that a job does not survive yet, and what it then fails with."""
+"""Faults that a job need not survive, and what it then fails with: a coordinator whose disk shows an earlier state may not even know it."""
 
 FAMILIES: dict[str, FaultRates | None] = {
     "none": None,

@@ -296,7 +296,9 @@ class WholePool:
 
     @staticmethod
     async def _coordinate(coordinator: Coordinator, transport: VirtualTransport) -> None:
+        coordinator.restore()
         await transport.start(coordinator)
+        coordinator.take_over()
         try:
             await coordinator.watch()
         finally:

@@ -61,6 +61,10 @@ class Feeder:
         self._open_batches: dict[int, int] = {}
         self._fetching: set[asyncio.Task[tuple[Tensor, ...]]] = set()
         self._requests = 0
+        self.granted = 0
+        """The number of the last request that was given leases."""
+        self.reported = 0
+        """Leases reported done of which the coordinator has taken note."""
 
     def go(self) -> None:
         """Ask for leases again: training starts, or goes on after a synchronisation point."""
@@ -85,7 +89,10 @@ class Feeder:
             return
         del self._open_batches[lease_id]
         self._applied.append(time.monotonic())
-        self._reporter.put(m.LeaseDone(job_id=self._job.job_id, cluster=self._job.number, lease_ids=(lease_id,)))
+        self._reporter.put(m.LeaseDone(job_id=self._job.job_id, cluster=self._job.number, lease_ids=(lease_id,)), self._noted)
+
+    def _noted(self) -> None:
+        self.reported += 1
 
     async def run(self) -> None:
         """Lease, fetch and inject until cancelled, waiting where coordinator or requester are away. Raises MalformedMessageError."""
@@ -106,13 +113,22 @@ class Feeder:
                 self._taken.clear()
                 await self._taken.wait()
             self._requests += 1
-            request = m.LeaseRequest(job_id=self._job.job_id, cluster=self._job.number, want=missing, number=self._requests)
+            request = m.LeaseRequest(
+                job_id=self._job.job_id,
+                cluster=self._job.number,
+                want=missing,
+                number=self._requests,
+                granted=self.granted,
+                reported=self.reported,
+            )
             self._go.clear()
             reply = (await self._insist(self._job.coordinator, request, None)).message
             if not isinstance(reply, m.LeaseGrant):
                 raise MalformedMessageError(f"the coordinator answered a lease request with {type(reply).__name__}")
             if not reply.drained:
                 self._go.set()
+            if reply.leases:
+                self.granted = request.number
             for lease in reply.leases:
                 self._ahead.put_nowait(lease)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from roost.errors import DeadlineError, PeerUnreachableError, RoostError
 from roost.messages import Message
@@ -36,17 +37,19 @@ class Reporter:
     def __init__(self, transport: Transport, coordinator: Peer) -> None:
         self._transport = transport
         self._coordinator = coordinator
-        self._waiting: asyncio.Queue[Message] = asyncio.Queue()
+        self._waiting: asyncio.Queue[tuple[Message, Callable[[], None]]] = asyncio.Queue()
 
-    def put(self, message: Message) -> None:
-        """Queue a report."""
-        self._waiting.put_nowait(message)
+    def put(self, message: Message, noted: Callable[[], None] = lambda: None) -> None:
+        """Queue a report; `noted` is called once the coordinator has taken note of it."""
+        self._waiting.put_nowait((message, noted))
 
     async def run(self) -> None:
         """Report until cancelled; what the coordinator refuses it does not want to know any more."""
         while True:
-            message = await self._waiting.get()
+            message, noted = await self._waiting.get()
             try:
                 await patiently(self._transport, self._coordinator, message)
             except RoostError as error:
                 logger.info("report_refused type=%s error=%s", type(message).__name__, error.message)
+                continue
+            noted()

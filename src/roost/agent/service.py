@@ -155,6 +155,7 @@ class Agent:
 
     async def _register(self) -> float:
         job = self._driver.assignment if self._driver is not None else None
+        feeder = self._driver.feeder if self._driver is not None else None
         message = m.RegisterNode(
             protocol_version=m.PROTOCOL_VERSION,
             roost_version=roost.__version__,
@@ -164,6 +165,8 @@ class Agent:
             job_id=job.job_id if job is not None else "",
             cluster=job.number if job is not None else -1,
             generation=job.generation if job is not None else 0,
+            granted=feeder.granted if feeder is not None else 0,
+            reported=feeder.reported if feeder is not None else 0,
         )
         reply = (await self._transport.call(self._coordinator, message)).message
         if not isinstance(reply, m.Registered):

@@ -97,7 +97,7 @@ class StageDriver:
         )
         self._outbox = Outbox(transport, on_failure=on_failure)
         self._reporter = Reporter(transport, assignment.coordinator)
-        self._feeder = Feeder(assignment, transport, self._reporter, inject=self._inject) if assignment.is_first else None
+        self.feeder = Feeder(assignment, transport, self._reporter, inject=self._inject) if assignment.is_first else None
         self._arrivals: dict[int, Arrivals] = {}
         # An honest pipeline has at most the first stage's micro-batches in flight, or the feeder's evaluation window.
         self._most_waiting = assignment.cluster.stages[0].max_in_flight + EVALUATION_WINDOW * len(assignment.cluster.stages)
@@ -127,8 +127,8 @@ class StageDriver:
         self._started_cpu_s = time.process_time()
         self._spawn(self._compute_in_order(), "compute")
         self._spawn(self._reporter.run(), "reporter")
-        if self._feeder is not None:
-            self._spawn(self._feeder.run(), "feeder")
+        if self.feeder is not None:
+            self._spawn(self.feeder.run(), "feeder")
         self.rings.start()
 
     async def stop(self) -> None:
@@ -156,8 +156,8 @@ class StageDriver:
     def go(self) -> None:
         """Average in the background, and ask for leases (first stage)."""
         self.rings.go()
-        if self._feeder is not None:
-            self._feeder.go()
+        if self.feeder is not None:
+            self.feeder.go()
 
     async def change_plan(self, assignment: Assignment) -> None:
         """Go on with the same stage in another plan: other rings, another share of the data."""
@@ -213,9 +213,9 @@ class StageDriver:
         """Take gradients from a later stage. Raises MalformedMessageError if the sender does not run it."""
         if self._stale(message.cluster):
             return
-        if self._feeder is not None and message.source_stage == len(self.assignment.cluster.stages) - 1 and message.evaluation:
+        if self.feeder is not None and message.source_stage == len(self.assignment.cluster.stages) - 1 and message.evaluation:
             self._check_stage(sender, message.source_stage, frozenset({message.source_stage}))
-            self._feeder.evaluated()
+            self.feeder.evaluated()
             return
         self._check_stage(sender, message.source_stage, self._targets)
         with self._fatal(sender):
@@ -282,8 +282,8 @@ class StageDriver:
 
     async def _forward(self, micro_batch: MicroBatch) -> None:
         arrivals = self._arrivals.pop(micro_batch.number)
-        if self._feeder is not None:
-            self._feeder.forward_started(micro_batch)
+        if self.feeder is not None:
+            self.feeder.forward_started(micro_batch)
         counters = self._counters
         counters.batch_samples[micro_batch.batch] = micro_batch.batch_samples
 
@@ -385,8 +385,8 @@ class StageDriver:
         self._send_values(micro_batch, packed, None)
         if not self.assignment.is_last:
             return
-        if self._feeder is not None:
-            self._feeder.evaluated()
+        if self.feeder is not None:
+            self.feeder.evaluated()
         else:
             self._send_evaluated(micro_batch.number)
         samples = micro_batch.samples
@@ -423,8 +423,8 @@ class StageDriver:
         counters.staleness_max = max(counters.staleness_max, *staleness)
         counters.staleness_sum += sum(staleness)
         self.rings.updated()
-        if self._feeder is not None:
-            self._feeder.batch_applied(batch)
+        if self.feeder is not None:
+            self.feeder.batch_applied(batch)
 
     # ------------------------------------------------------------ averaging and saving
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from roost.averaging.codecs import Bytes, decode
-from roost.averaging.robust import RobustMean, clipped_mean, trimmed_mean
+from roost.averaging.robust import ONE_SAMPLE, RobustMean, bounded_mean, clipped_mean, trimmed_mean
 from roost.averaging.segment_average import AveragingOptions, SegmentAverage
-from roost.config import RobustMethod, TensorCodec
+from roost.config import RobustMethod, TensorCodec, robust_quorum
 from roost.errors import MalformedMessageError, ProtocolError
 
 TRUSTED = 2.0
@@ -51,6 +52,7 @@ class GuardedAverage(SegmentAverage):
         self._norms: list[list[float]] = []  # of this member's own values, by piece and chunk
         self._believed: dict[int, list[float]] = {}  # norms of means, by piece, once the own one is combined, and chunk
         self._combined: set[tuple[int, int]] = set()
+        self._usual: dict[int, list[float]] = {}  # how far a member of the mean share moves in a round, by piece and chunk
 
     def begin(self, snapshot: Mapping[str, Tensor], weight: float, *, from_base: bool, codec: TensorCodec, reuse: bool) -> None:
         """Start a round, as SegmentAverage does."""
@@ -80,7 +82,7 @@ class GuardedAverage(SegmentAverage):
         found = RobustMean(mean=own, refused=(), suspects=())
         if own.numel():
             try:
-                found = self._robust_mean(others, own)
+                found = self._robust_mean(chunk, piece, others)
             except ProtocolError as error:
                 raise MalformedMessageError(f"chunk {chunk} of an averaging round: {error.message}") from error
             own.copy_(found.mean)
@@ -97,12 +99,18 @@ class GuardedAverage(SegmentAverage):
                 f"the mean of chunk {chunk} of an averaging round is {found:g} from the last one, at most {believed:g} is believed"
             )
 
-    def _robust_mean(self, others: Sequence[MemberValues], own: Tensor) -> RobustMean:
-        combined = trimmed_mean if self._options.robust is RobustMethod.TRIMMED else clipped_mean
+    def _robust_mean(self, chunk: int, piece: int, others: Sequence[MemberValues]) -> RobustMean:
+        own = self._running.piece(chunk, piece)
         values = [*(self._usable(other, own) for other in others), own]
         weights = [*(other.weight for other in others), self._own_weight]
+        shares = [*(other.share for other in others), self._share]
+        enough = sum(weight >= ONE_SAMPLE for weight in weights) >= robust_quorum(self._parts)
+        if self._from_base and not enough and piece in self._usual:
+            # At a synchronisation point. Nobody moves the others by more than a member usually does in a round.
+            return bounded_mean(values, weights, [self._usual[piece][chunk] * share for share in shares])
+        combined = trimmed_mean if self._options.robust is RobustMethod.TRIMMED else clipped_mean
         # Of the weights themselves, and not of how far they have moved, nobody's are larger since it trains faster.
-        return combined(values, weights, [*(other.share for other in others), self._share] if self._from_base else None)
+        return combined(values, weights, shares if self._from_base else None)
 
     def _usable(self, other: MemberValues, own: Tensor) -> Tensor:
         """Return another member's values, (n,) in the dtype of `own`; NaN, which is left out, in place of what cannot be used."""
@@ -119,14 +127,26 @@ class GuardedAverage(SegmentAverage):
         """
         own = self._norms[piece]
         usable = [other for other in others if len(other.norms) == self._parts and all(norm >= 0 for norm in other.norms)]
+        alone = not self._learn(piece, usable) and piece in self._usual
         shares = [self._share, *(other.share for other in others)]
-        pace = sum(share * share for share in shares) / sum(shares)
+        pace, fastest = sum(share * share for share in shares) / sum(shares), max(shares)
         believed = []
         for chunk in range(self._parts):
             rates = sorted([own[chunk] / self._share, *(other.norms[chunk] / other.share for other in usable)])
+            bounded = fastest * self._usual[piece][chunk] if alone else 0.0
             slack = 0.0 if self._from_base else ROUNDING * self._size(chunk, piece)
-            believed.append(TRUSTED * max(own[chunk], pace * rates[-2:][0]) + slack)
+            believed.append(TRUSTED * max(own[chunk], pace * rates[-2:][0], bounded) + slack)
         return believed
+
+    def _learn(self, piece: int, others: Sequence[MemberValues]) -> bool:
+        """Keep how far members usually move, and return True, if enough of them have."""
+        busy = [(other.norms, other.share) for other in others if other.weight >= ONE_SAMPLE]
+        busy += [(tuple(self._norms[piece]), self._share)] if self._own_weight >= ONE_SAMPLE else []
+        if len(busy) < robust_quorum(self._parts):
+            return False
+        if self._base is not None:
+            self._usual[piece] = [statistics.median_low(norms[chunk] / share for norms, share in busy) for chunk in range(self._parts)]
+        return True
 
     def _distance(self, chunk: int, piece: int) -> float:
         """Return how far what is in the buffer is from the last mean; 0 if there is none."""

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from roost.config import bad_members, robust_quorum
 from roost.errors import ProtocolError
 
 WEIGHT_CAP = 2.0
 """A member counts for at most so many times the median member's samples: what it says of them cannot be checked."""
+ONE_SAMPLE = 1.0
+"""A member with less has consumed nothing: what it has says nothing of how far one moves."""
 LARGEST = 2.0**126
 """Larger values count as not finite: differences between them can overflow float32."""
 SUSPECT_RATIO = 5.0
@@ -49,11 +52,6 @@ class _Members:
     """(members,) bool: those who say what is usual."""
     pace: float
     """What the mean of the rates is multiplied with to be the mean of the values."""
-
-
-def bad_members(members: int) -> int:
-    """Return how many bad ones of so many members the means of this module allow for: one of five, and one of three or four."""
-    return max(1, members // 5)
 
 
 def clipped_mean(values: Sequence[Tensor], weights: Sequence[float], shares: Sequence[float] | None = None) -> RobustMean:
@@ -91,14 +89,26 @@ def trimmed_mean(values: Sequence[Tensor], weights: Sequence[float], shares: Seq
     return RobustMean(mean=mean.mul_(members.pace), refused=members.refused, suspects=_suspects(members, _middle(members)[1]))
 
 
+def bounded_mean(values: Sequence[Tensor], weights: Sequence[float], radii: Sequence[float]) -> RobustMean:
+    """Return the weighted mean of the members' movements, each clipped to its own radius: for when too few have moved to compare them.
+
+    `values` are one (n,) tensor per member, `weights` the samples behind each. Raises ProtocolError as clipped_mean does.
+    """
+    finite, refused = _finite(values)
+    given = _samples([weights[member] for member in finite])
+    stacked = torch.stack([values[member] for member in finite])
+    capped = given.clamp(max=WEIGHT_CAP * float(given[given >= min(ONE_SAMPLE, float(given.max()))].median()))
+    norms, most = _norms(stacked), torch.tensor([radii[member] for member in finite], dtype=torch.float64)
+    scales = torch.where(norms > most, most / norms, 1.0)
+    return RobustMean(mean=(capped / capped.sum() * scales).to(stacked.dtype) @ stacked, refused=refused, suspects=())
+
+
 def _members(values: Sequence[Tensor], weights: Sequence[float], shares: Sequence[float] | None) -> _Members:
     finite, refused = _finite(values)
-    given = torch.tensor([weights[member] for member in finite], dtype=torch.float64)
-    if not bool(torch.isfinite(given).all()) or bool((given < 0).any()) or float(given.sum()) <= 0:
-        raise ProtocolError(f"the weights of an averaging round are {given.tolist()}, which cannot be samples")
+    given = _samples([weights[member] for member in finite])
     expected = torch.ones_like(given) if shares is None else torch.tensor([shares[member] for member in finite], dtype=torch.float64)
-    voters = given >= 1
-    if int(voters.sum()) < 2 * bad_members(len(values)) + 1:
+    voters = given >= ONE_SAMPLE
+    if int(voters.sum()) < robust_quorum(len(values)):
         voters = torch.ones_like(voters)
     # Of two in the middle the smaller one: half of the members may not raise it.
     usual = (given / expected)[voters & (given > 0)].median()
@@ -108,6 +118,14 @@ def _members(values: Sequence[Tensor], weights: Sequence[float], shares: Sequenc
     rates = stacked if shares is None else stacked / expected.to(stacked.dtype)[:, None]
     pace = float(counted.sum() / capped.sum())
     return _Members(places=finite, refused=refused, rates=rates, parts=counted / counted.sum(), voters=voters, pace=pace)
+
+
+def _samples(weights: Sequence[float]) -> Tensor:
+    """Return the weights as a tensor, (members,) float64. Raises ProtocolError if they cannot be samples."""
+    given = torch.tensor(weights, dtype=torch.float64)
+    if not bool(torch.isfinite(given).all()) or bool((given < 0).any()) or float(given.sum()) <= 0:
+        raise ProtocolError(f"the weights of an averaging round are {given.tolist()}, which cannot be samples")
+    return given
 
 
 def _finite(values: Sequence[Tensor]) -> tuple[list[int], tuple[int, ...]]:

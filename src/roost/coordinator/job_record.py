@@ -10,6 +10,18 @@ from roost.types import LeaseRecord, LinkProfile, NodeProfile, Plan, StageMetric
 
 
 @dataclass(frozen=True, kw_only=True)
+class LastGrant:
+    """What a cluster was given when it last asked for leases: whoever did not get the answer asks again."""
+
+    cluster: int
+    number: int
+    """Of the request."""
+    grant: LeaseGrant
+    reported: int
+    """Leases that it has reported done so far."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobRecord:
     """A job between two of its moves; the leases since then are in the journal."""
 
@@ -37,6 +49,7 @@ class JobRecord:
     elapsed_s: float
     past: StageMetrics | None
     leases: LeaseRecord
+    grants: tuple[LastGrant, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

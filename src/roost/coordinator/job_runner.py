@@ -33,6 +33,7 @@ from roost.errors import (
     RequesterLostError,
     RoostError,
     StageFailedError,
+    StaleCoordinatorError,
     TransportError,
     error_from_code,
 )
@@ -173,6 +174,8 @@ class JobRunner:
         """Return True if the stage that a node says it holds is its own."""
         if message.job_id != self.job_id or self.lifecycle.ended:
             return False
+        if self._overtaken(message):
+            return False
         kept = message.cluster >= 0 and self.keeper.number_of(node_id) == message.cluster
         if kept:
             self._returning.discard(node_id)
@@ -199,7 +202,7 @@ class JobRunner:
         self._calls.nodes.update({node.node_id: node for node in record.nodes})
         self.keeper.restore(record)
         self._desk = LeaseDesk(self._make_book(record.plan), self._on_operation)
-        self._desk.restore(record.leases, operations, record.broken)
+        self._desk.restore(record, operations)
         self._repairer = self._make_repairer(self._book)
         self._repairer.checkpoint = record.checkpoint
         self._order, self.repairs = record.order, record.repairs
@@ -279,6 +282,7 @@ class JobRunner:
             elapsed_s=self.elapsed_s(),
             past=self.progress.past,
             leases=self._book.record(),
+            grants=self._desk.last_grants,
         )
         self._on_record(record)
 
@@ -286,6 +290,8 @@ class JobRunner:
         """Return leases for the cluster whose first stage asks. Raises ForbiddenError for any other node."""
         number = request.cluster
         self._check_first_stage(node_id, number)
+        if self._overtaken(request):
+            return m.LeaseGrant(leases=(), drained=True)
         if self._desk is not None and (given := self._desk.answered(number, request)) is not None:
             return given
         closed = number in self.keeper.broken or (self._repairer is not None and number in self._repairer.draining)
@@ -295,6 +301,16 @@ class JobRunner:
         for lease in evaluations(grant):
             self.progress.lease_given(number, lease)
         return grant
+
+    def _overtaken(self, said: m.LeaseRequest | m.RegisterNode) -> bool:
+        """Return True if a cluster has come further than the coordinator knows: what was trained cannot be told any more."""
+        number = said.cluster
+        replaced = number < self.keeper.next_number and number not in self.keeper.numbers
+        if self._desk is None or replaced or self._desk.knows_of(number, granted=said.granted, reported=said.reported):
+            return False
+        what = f"cluster {number} has trained what the coordinator does not know of: its state directory shows an earlier state of the job"
+        self.fail(StaleCoordinatorError(what))
+        return True
 
     def leases_done(self, node_id: str, message: m.LeaseDone) -> None:
         """Take word that every stage of a cluster has applied these leases."""
@@ -600,7 +616,7 @@ class JobRunner:
         if self.lifecycle.ended or self._repairing is not asyncio.current_task():
             return
         self.repairs += 1
-        self._planned_desk.all_mended()
+        self._planned_desk.all_mended(self.keeper.numbers)
         self._review.forget_left()
         self._moved.set()
         numbers = set(self.keeper.numbers)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from roost import messages as m
-from roost.coordinator.job_record import LeaseOperation, replay
+from roost.coordinator.job_record import JobRecord, LastGrant, LeaseOperation, replay
 from roost.protocol.data_leases import LeaseBook
-from roost.types import Lease, LeaseRecord
+from roost.types import Lease
 
 MAX_LEASES = 64
 """Leases one request may get."""
@@ -21,13 +21,33 @@ class LeaseDesk:
         self.book = book
         self._on_operation = on_operation
         self._grants: dict[int, tuple[int, m.LeaseGrant]] = {}  # per cluster, the number of its last request and what it was given
+        self._reported: dict[int, int] = {}  # per cluster, how many leases it has reported done
         self._released: set[int] = set()  # broken clusters whose leases were given to others
 
-    def restore(self, record: LeaseRecord, operations: tuple[LeaseOperation, ...], broken: Collection[int]) -> None:
-        """Take what another coordinator wrote down; the leases of `broken` clusters have been given to others."""
-        self.book.restore(record)
-        self._grants = dict(replay(self.book, operations))
-        self._released = set(broken)
+    def restore(self, record: JobRecord, operations: tuple[LeaseOperation, ...]) -> None:
+        """Take what another coordinator wrote down; the leases of broken clusters have been given to others."""
+        self.book.restore(record.leases)
+        self._grants = {last.cluster: (last.number, last.grant) for last in record.grants}
+        self._reported = {last.cluster: last.reported for last in record.grants}
+        self._grants |= replay(self.book, operations)
+        for operation in operations:
+            self._count(operation.cluster, operation.done)
+        self._released = set(record.broken)
+
+    @property
+    def last_grants(self) -> tuple[LastGrant, ...]:
+        """What every cluster was given last."""
+        return tuple(
+            LastGrant(cluster=cluster, number=number, grant=grant, reported=self._reported.get(cluster, 0))
+            for cluster, (number, grant) in self._grants.items()
+        )
+
+    def knows_of(self, number: int, *, granted: int, reported: int) -> bool:
+        """Return False if cluster `number` was given leases for request `granted`, or was heard to be done with more, than is known here.
+
+        Both are on the disk before they are answered, so this is not the state that the coordinator before this one left.
+        """
+        return granted <= self._grants.get(number, (0, None))[0] and reported <= self._reported.get(number, 0)
 
     def answered(self, number: int, request: m.LeaseRequest) -> m.LeaseGrant | None:
         """Return what cluster `number` was given for this very request before, None if it is a new one."""
@@ -47,7 +67,11 @@ class LeaseDesk:
     def done(self, number: int, lease_ids: tuple[int, ...]) -> None:
         """Take word that every stage of a cluster has applied these leases. Raises ForbiddenError if it has not got them."""
         self.book.done(number, lease_ids)
+        self._count(number, lease_ids)
         self._on_operation(LeaseOperation(cluster=number, done=lease_ids))
+
+    def _count(self, number: int, lease_ids: tuple[int, ...]) -> None:
+        self._reported[number] = self._reported.get(number, 0) + len(lease_ids)
 
     def released(self, number: int) -> bool:
         """Return True if the leases of a broken cluster were given to others."""
@@ -58,9 +82,11 @@ class LeaseDesk:
         self.book.release(number, "the cluster lost a node")
         self._released.add(number)
 
-    def all_mended(self) -> None:
-        """No cluster of the plan is broken any more."""
+    def all_mended(self, numbers: Collection[int]) -> None:
+        """No cluster of the plan is broken any more; these are its clusters."""
         self._released.clear()
+        self._grants = {number: last for number, last in self._grants.items() if number in numbers}
+        self._reported = {number: count for number, count in self._reported.items() if number in numbers}
 
 
 def evaluations(grant: m.LeaseGrant) -> tuple[Lease, ...]:

@@ -14,7 +14,7 @@ from roost import messages as m
 from roost.config import CoordinatorConfig
 from roost.coordinator.job_runner import JobRunner
 from roost.coordinator.pool_planner import check_request, plan_for_pool
-from roost.coordinator.store import Store
+from roost.coordinator.store import ENDED, Store
 from roost.errors import (
     EmptyPoolError,
     ForbiddenError,
@@ -161,11 +161,7 @@ class Coordinator:
             case m.PlanRequest():
                 return await self._plan(sender, message), []
             case m.RequesterHeartbeat():
-                job = self._of_requester(sender, message.job_id)
-                self._requester_heard = time.monotonic()
-                if job is not None:
-                    job.repeat_last_update()
-                return m.Done(), []
+                return self._requester_there(sender, message.job_id), []
             case m.CancelJob():
                 await self._cancel(sender, message.job_id)
                 return m.Done(), []
@@ -415,6 +411,17 @@ class Coordinator:
         if self._job is None or self._job.job_id != job_id or self._job.lifecycle.ended:
             raise JobRefusedError(f"job {job_id} is not running here")
         return self._job
+
+    def _requester_there(self, sender: Sender, job_id: str) -> m.Message:
+        running = self._submission is not None or (self._job is not None and self._job.job_id == job_id)
+        stored = None if running else self._store.job(job_id)
+        if stored is not None and stored.state in ENDED:
+            return m.JobEnded(state=stored.state, history=self._store.history(job_id), error=stored.error)
+        job = self._of_requester(sender, job_id)
+        self._requester_heard = time.monotonic()
+        if job is not None:
+            job.repeat_last_update()
+        return m.Done()
 
     def _of_requester(self, sender: Sender, job_id: str) -> JobRunner | None:
         """Return the requester's job, None while it waits for nodes. Raises JobRefusedError, ForbiddenError if it is another's."""

@@ -195,6 +195,7 @@ class RingMember:
         self._requested = False  # a background round shall follow
         self._plain_next = False  # the next round that is opened here shall give all members the same base
         self._ordered = 0  # the ordered round that shall follow; 0 means none
+        self._exact = False  # the current round carries out an order
 
     @property
     def state(self) -> RingState:
@@ -264,6 +265,7 @@ class RingMember:
         elif self._finished < ordered_round(event.order):
             # A running round with at least that number is the ordered one; one that was abandoned is tried again.
             running = self._target is not RingState.IDLE and self._round >= ordered_round(event.order)
+            self._exact |= running
             self._ordered = 0 if running else max(ordered_round(event.order), self._round + 1)
         return self._next_round(event.now) if self._target is RingState.IDLE else []
 
@@ -313,6 +315,7 @@ class RingMember:
         self._requested = False
         self._plain_next = self._plain_next and terms.base != NO_BASE
         self._ordered = 0 if ordered else self._ordered
+        self._exact = ordered or number % ORDER_STRIDE == 0
         self._step = self._piece = 0
         self._target = RingState.SNAPSHOTTING
         opens: list[RingInstruction] = [] if joined else [SendOpen(peer=peer, round=number, terms=terms) for peer in self._others]

@@ -4,10 +4,13 @@ A ring of partial sums hides who added what. In a guarded round every one of the
 its own values of the chunk, the owner makes a robust mean of all members' (averaging/robust.py), and sends that to every other
 member. Each sends and receives 2 (C-1)/C of the segment, as in a ring, in two hops instead of 2(C-1).
 
-With n the round's number the member at position p owns chunk (p + n) mod C: an owner that lies about its mean has every value once
-in C rounds. What arrives is numbered as a ring's steps are: step s of 0 .. C-2 brings the values of the member at position p - s - 1
+Chunks change their owners with every round, one position on: an owner that lies about its mean has every value once in C rounds. What arrives is numbered as a ring's steps are: step s of 0 .. C-2 brings the values of the member at position p - s - 1
 for the chunk owned here, step C-1+s the mean of that member's chunk. So each step has one `source`, and in each every member sends to
 another one.
+
+Where most members have consumed nothing since the last round there is no telling whether the work of the others is usual: such a
+round is given up, and its work counts in the next one. At a synchronisation point, which cannot wait, it counts as far as the shell
+believes it.
 
 Numbers, orders, terms, bases, deadlines and giving up are those of RingMember (averaging_round.py). A piece of a mean is taken in
 once the same piece of the own chunk is complete: with the values come the norms by which the shell judges means.
@@ -15,6 +18,7 @@ once the same piece of the own chunk is complete: with the values come the norms
 
 from __future__ import annotations
 
+from roost.config import robust_quorum
 from roost.protocol.averaging_events import (
     ApplyAverage,
     AverageApplied,
@@ -28,7 +32,10 @@ from roost.protocol.averaging_events import (
     StartRequested,
     StoreChunk,
 )
-from roost.protocol.averaging_round import RingMember, RingState
+from roost.protocol.averaging_round import ORDER_STRIDE, RingMember, RingState
+
+ONE_SAMPLE = 1.0
+"""A member with less has consumed nothing since the last round."""
 
 _S = RingState
 _RESTART = (_S.IDLE, _S.SNAPSHOTTING)
@@ -98,7 +105,11 @@ class GuardedMember(RingMember):
     def _expected_chunk(self, number: int, step: int) -> int:
         """Return the chunk that arrives in `step` of round `number`: the own one, then those of the sources."""
         owner = self._position if step <= self._last_reduce else self._position - self._place(step) - 1
-        return (owner + number) % len(self._members)
+        return self._chunk_of(owner, number)
+
+    def _chunk_of(self, owner: int, number: int) -> int:
+        """Return the chunk that the member at position `owner` owns in round `number`: another one in the next, ordered or not."""
+        return (owner + number % ORDER_STRIDE + number // ORDER_STRIDE) % len(self._members)
 
     def _check_weight(self, event: ChunkArrived) -> None:
         """A claim of samples that cannot be is for the owner to leave out, with the values it came with."""
@@ -107,7 +118,7 @@ class GuardedMember(RingMember):
         """Return the values for all owners, piece by piece, so that they can make means of the first while others are on their way."""
         count = len(self._members)
         return [
-            self._send(step, (self._position + step + 1 + self._round) % count, piece, self._weight, to=step + 1)
+            self._send(step, self._chunk_of(self._position + step + 1, self._round), piece, self._weight, to=step + 1)
             for piece in range(self._pieces)
             for step in range(count - 1)
         ]
@@ -122,8 +133,8 @@ class GuardedMember(RingMember):
         arrived = self._chunks.get(self._round, {})
         values, means = range(self._last_reduce + 1), range(self._last_reduce + 1, self._steps)
         while self._piece < self._pieces and all((step, self._piece) in arrived for step in values):
-            if self._weight + sum(max(arrived[step, self._piece].weight, 0.0) for step in values) <= 0:
-                return [*out, *self._abandon("no member has consumed samples since the last round", now)]
+            if (reason := self._pointless([self._weight, *(arrived[step, self._piece].weight for step in values)])) is not None:
+                return [*out, *self._abandon(reason, now)]
             out += self._combine()
             out += [self._store(arrived[step, self._piece]) for step in means if (step, self._piece) in arrived]
             self._piece += 1
@@ -134,8 +145,17 @@ class GuardedMember(RingMember):
                 out.append(ApplyAverage(round=self._round, total_weight=self._total(arrived)))
         return out
 
+    def _pointless(self, weights: list[float]) -> str | None:
+        """Return why the round is given up by all members, who know the same weights; None if it goes on."""
+        if sum(max(weight, 0.0) for weight in weights) <= 0:
+            return "no member has consumed samples since the last round"
+        busy, needed = sum(weight >= ONE_SAMPLE for weight in weights), robust_quorum(len(weights))
+        if busy < needed and not self._exact:
+            return f"{busy} members have consumed samples since the last round, {needed} must have"
+        return None
+
     def _combine(self) -> list[RingInstruction]:
-        own = (self._position + self._round) % len(self._members)
+        own = self._chunk_of(self._position, self._round)
         means = [self._send(self._last_reduce + step, own, self._piece, self._weight, to=step) for step in range(1, len(self._members))]
         return [CombineChunk(round=self._round, chunk=own, piece=self._piece), *means]
 

@@ -376,8 +376,11 @@ class Run:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             try:
-                await transport.call(coordinator, m.RequesterHeartbeat(job_id=self.job_id), deadline_s=HEARTBEAT_DEADLINE_S)
+                heartbeat = m.RequesterHeartbeat(job_id=self.job_id)
+                reply = (await transport.call(coordinator, heartbeat, deadline_s=HEARTBEAT_DEADLINE_S)).message
                 heard = time.monotonic()
+                if isinstance(reply, m.JobEnded):
+                    self._take_end(reply)
             except JobRefusedError:
                 # Until the submission has arrived the coordinator knows nothing of the job.
                 if self._planned.is_set():
@@ -437,6 +440,16 @@ class Run:
         self._log_event("progress", encode_record(metrics))
         if self._observer is not None:
             self._observer.updated(metrics)
+
+    def _take_end(self, end: m.JobEnded) -> None:
+        """Take word of an end whose update was lost with the coordinator that knew more."""
+        if self._update is None or self._over is None or self._over.is_set():
+            return
+        reached = float(end.history[-1].epoch) if end.history else self._update.epochs_done
+        cancelled = self._update.cancelled or reached < self._package.config.epochs
+        self._take_update(
+            replace(self._update, state=end.state, history=end.history, error=end.error, epochs_done=reached, cancelled=cancelled)
+        )
 
     def _log_event(self, event: str, fields: dict[str, Any]) -> None:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -32,23 +34,31 @@ def members(options: AveragingOptions, *, base: dict[str, Tensor] | None) -> lis
     return ring
 
 
+EVEN = (10.0,) * COUNT
+
+
 def begin(
-    ring: list[GuardedAverage], snapshots: list[dict[str, Tensor]], *, from_base: bool, codec: TensorCodec = TensorCodec.NONE
+    ring: list[GuardedAverage],
+    snapshots: list[dict[str, Tensor]],
+    *,
+    from_base: bool,
+    codec: TensorCodec = TensorCodec.NONE,
+    weights: Sequence[float] = EVEN,
 ) -> None:
-    for position, (member, snapshot) in enumerate(zip(ring, snapshots, strict=True)):
-        member.begin(snapshot, 10.0, from_base=from_base, codec=codec, reuse=True)
+    for position, (member, snapshot, weight) in enumerate(zip(ring, snapshots, weights, strict=True)):
+        member.begin(snapshot, weight, from_base=from_base, codec=codec, reuse=True)
         member.prepare(position)
 
 
-def sent(member: GuardedAverage, chunk: int, piece: int) -> MemberValues:
+def sent(member: GuardedAverage, chunk: int, piece: int, weight: float = 10.0) -> MemberValues:
     buffer = bytearray(member.outgoing(chunk, piece))
-    return MemberValues(buffer=buffer, dtype=member.dtype, weight=10.0, share=1.0, norms=member.norms(chunk, piece))
+    return MemberValues(buffer=buffer, dtype=member.dtype, weight=weight, share=1.0, norms=member.norms(chunk, piece))
 
 
-def exchange(ring: list[GuardedAverage]) -> list[dict[str, Tensor]]:
+def exchange(ring: list[GuardedAverage], weights: Sequence[float] = EVEN) -> list[dict[str, Tensor]]:
     """Let every member own the chunk of its position; return what every member's weights should become."""
     for piece in range(PIECES):
-        values = [[sent(member, chunk, piece) for member in ring] for chunk in range(COUNT)]
+        values = [[sent(member, chunk, piece, weight) for member, weight in zip(ring, weights, strict=True)] for chunk in range(COUNT)]
         for owner, member in enumerate(ring):
             member.combine(owner, piece, [value for other, value in enumerate(values[owner]) if other != owner])
         for owner, member in enumerate(ring):
@@ -125,3 +135,17 @@ def test_values_of_most_members_that_cannot_be_used_end_the_round() -> None:
     empty = MemberValues(buffer=b"", dtype="float32", weight=1.0, share=1.0, norms=())
     with pytest.raises(MalformedMessageError, match="2 of 3 members average values that are not finite"):
         ring[0].combine(0, 0, [empty, empty])
+
+
+def test_one_that_has_worked_alone_before_a_synchronisation_moves_all_by_no_more_than_is_usual() -> None:
+    common = tensors(0)
+    ring = members(AveragingOptions(robust=RobustMethod.CLIPPED), base=common)
+    begin(ring, [moved(common, seed) for seed in range(1, COUNT + 1)], from_base=True)
+    usual = float(sum((moved(common, 2)[name] - common[name]).square().sum() for name in NAMES)) ** 0.5
+    common = exchange(ring)[0]
+    far = moved(common, 9, 0.1)
+    begin(ring, [far, common, common], from_base=True, weights=[10.0, 1e-6, 1e-6])
+    found = exchange(ring, weights=[10.0, 1e-6, 1e-6])[2]
+    distance = float(sum((found[name] - common[name]).square().sum() for name in NAMES)) ** 0.5
+    assert 0.8 * usual < distance < 1.2 * usual
+    assert torch.cosine_similarity(found["w"].flatten() - common["w"].flatten(), far["w"].flatten() - common["w"].flatten(), dim=0) > 0.95

@@ -418,6 +418,38 @@ def test_a_job_cancelled_before_it_is_planned_never_gets_a_plan(tmp_path: Path) 
     asyncio.run(main())
 
 
+def test_a_requester_that_missed_the_end_hears_it_from_the_next_coordinator_too(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a")) as stage:
+            await started(stage)
+            await stage.nodes["a"].train()
+            await stage.requester.until(m.JobState.DONE)
+        async with scene(tmp_path) as stage:
+            end = await stage.requester.call(m.RequesterHeartbeat(job_id="job"))
+            assert isinstance(end, m.JobEnded)
+            assert (end.state, end.error) == (m.JobState.DONE, None)
+            assert [result.epoch for result in end.history] == [1]
+            with pytest.raises(JobRefusedError, match="job other is not running"):
+                await stage.requester.call(m.RequesterHeartbeat(job_id="other"))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ahead", [{"granted": 5}, {"reported": 5}])
+def test_a_job_that_has_come_further_than_the_coordinator_knows_ends(tmp_path: Path, ahead: dict[str, int]) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a")) as stage:
+            await started(stage)
+            grant = await stage.nodes["a"].call(m.LeaseRequest(job_id="job", cluster=0, want=1, number=6, **ahead))
+            assert grant == m.LeaseGrant(leases=(), drained=True)
+            failed = await stage.requester.until(m.JobState.FAILED)
+            assert failed.error is not None
+            assert failed.error.code == "R607"
+            assert "shows an earlier state of the job" in failed.error.message
+
+    asyncio.run(main())
+
+
 def test_a_requester_that_missed_the_end_hears_it_again(tmp_path: Path) -> None:
     async def main() -> None:
         async with scene(tmp_path, profile("a")) as stage:

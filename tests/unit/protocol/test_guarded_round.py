@@ -107,9 +107,12 @@ def test_pieces_are_combined_in_their_order_while_others_are_on_their_way() -> N
 
 
 def test_a_claim_of_samples_that_cannot_be_does_not_end_the_round() -> None:
-    member = started()
-    member.handle(values(0, weight=-1.0))
-    assert member.handle(values(1, weight=1e30))[0] == CombineChunk(round=1, chunk=1)
+    member = GuardedMember(0, (*NAMES, "d"), "a", 10.0)
+    member.handle(StartRequested(now=0.0))
+    member.handle(SnapshotTaken(round=1, weight=2.0, now=0.0))
+    for step, weight in ((0, -1.0), (1, 1e30)):
+        assert member.handle(ChunkArrived(round=1, step=step, chunk=1, weight=weight, now=0.0)) == []
+    assert member.handle(ChunkArrived(round=1, step=2, chunk=1, weight=3.0, now=0.0))[0] == CombineChunk(round=1, chunk=1)
 
 
 def test_a_round_without_any_samples_is_abandoned() -> None:
@@ -118,6 +121,20 @@ def test_a_round_without_any_samples_is_abandoned() -> None:
     member.handle(SnapshotTaken(round=1, weight=0.0, now=0.0))
     member.handle(values(0, weight=0.0))
     assert member.handle(values(1, weight=0.0)) == [AbandonRound(round=1, reason="no member has consumed samples since the last round")]
+
+
+def test_a_background_round_waits_until_enough_members_have_consumed_samples_and_an_ordered_one_does_not() -> None:
+    for order in (0, 1):
+        member = member_a()
+        member.handle(StartRequested(now=0.0, order=order))
+        number = ordered_round(1) if order else 1
+        member.handle(SnapshotTaken(round=number, weight=9.0, now=0.0))
+        member.handle(values(0, number=number, weight=5.0))
+        out = member.handle(values(1, number=number, weight=1e-6))
+        if order:
+            assert isinstance(out[0], CombineChunk)
+        else:
+            assert out == [AbandonRound(round=1, reason="2 members have consumed samples since the last round, 3 must have")]
 
 
 def test_the_reason_of_an_abandoned_round_names_the_members_that_were_waited_for() -> None:
