@@ -22,6 +22,11 @@ TRUSTED = 2.0
 ROUNDING = 1e-5
 """And by so much of the size of the values themselves, which their mean is rounded by."""
 
+VARIANCES = "running_var"
+"""How the names of batch-norm's running variances end (torch.nn): a negative one makes every evaluation NaN."""
+LEAST_VARIANCE = 0.1
+"""What a round leaves of a running variance, at least."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MemberValues:
@@ -98,6 +103,18 @@ class GuardedAverage(SegmentAverage):
             raise MalformedMessageError(
                 f"the mean of chunk {chunk} of an averaging round is {found:g} from the last one, at most {believed:g} is believed"
             )
+
+    def finish(self) -> dict[str, Tensor]:
+        """Return what the weights should become, as SegmentAverage does; running variances stay positive, whatever an owner says."""
+        buffer = self._running
+        slices = [where for name, where in buffer.slices().items() if name.endswith(VARIANCES)]
+        known = self._base if self._from_base else None
+        floors = [torch.zeros(()) if known is None else LEAST_VARIANCE * known[where] for where in slices]
+        super().finish()
+        assert self._base is not None, "guarded rounds keep the last mean"
+        for where, floor in zip(slices, floors, strict=True):
+            torch.maximum(self._base[where], floor.to(self._base.dtype), out=self._base[where])
+        return buffer.unflatten(self._base)
 
     def _robust_mean(self, chunk: int, piece: int, others: Sequence[MemberValues]) -> RobustMean:
         own = self._running.piece(chunk, piece)

@@ -344,7 +344,7 @@ class JobRunner:
         if message.peer:
             # Both ends of a link report that it broke: that is one quarrel.
             if number not in self.keeper.broken:
-                self.keeper.quarrel(node_id, message.peer)
+                self.keeper.quarrels.add(node_id, message.peer)
             self.suspect(node_id, message.peer)
         elif not isinstance(error, MENDED) or self._set_back():
             self.fail(error)

@@ -13,6 +13,7 @@ from roost import messages as m
 from roost.config import CoordinatorConfig, JobConfig
 from roost.coordinator.job_record import JobRecord
 from roost.coordinator.node_calls import NodeCalls, together
+from roost.coordinator.quarrels import Quarrels
 from roost.errors import NodeLostError, RoostError
 from roost.planning.replan import predict_again, propose_change
 from roost.planning.takeover import Holder, StageState, Transition, holders_of, state_of, transition, without_clusters
@@ -22,12 +23,8 @@ logger = logging.getLogger(__name__)
 
 HOLD_S = 5.0
 """Deadline for a node to hold or drop its stage, or to take note of a plan that leaves it its stage."""
-QUARRELS = 2
-"""Times that two nodes of a cluster may lose each other before the planner is told that the link between them is useless."""
 LEAST_GAIN = 0.1
 """Clusters stop for a change that nothing forces only if it is predicted to train so much more: what is measured is noisier than less."""
-USELESS_BYTES_PER_S = 1e3
-USELESS_LATENCY_S = 60.0
 
 
 class PlanKeeper:
@@ -53,6 +50,7 @@ class PlanKeeper:
         """The number of each cluster of the plan, by index."""
         self.generation = 0
         self.links: list[LinkProfile] = []
+        """As they were measured."""
         self.broken: set[int] = set()
         """Numbers of clusters that cannot go on as they are."""
         self.gone: set[str] = set()
@@ -61,8 +59,7 @@ class PlanKeeper:
         self._built = False
         self._copies: dict[str, Holder] = {}  # by node, what backups have a copy of
         self._told: set[str] = set()  # nodes that were asked to build a stage
-        self._quarrels: dict[frozenset[str], int] = {}
-        self._useless: set[frozenset[str]] = set()
+        self.quarrels = Quarrels(config.job_id)
 
     # ------------------------------------------------------------ questions
 
@@ -77,7 +74,7 @@ class PlanKeeper:
         clusters = self.plan.clusters if self.plan is not None else ()
         broken = [cluster for cluster, number in zip(clusters, self.numbers, strict=True) if number in self.broken]
         return any(
-            frozenset((one.node_id, other.node_id)) in self._useless
+            self.quarrels.useless(one.node_id, other.node_id)
             for cluster in broken
             for one, other in itertools.combinations(cluster.stages, 2)
         )
@@ -144,24 +141,6 @@ class PlanKeeper:
             self.broken.add(number)
         return number
 
-    def quarrel(self, first: str, second: str) -> None:
-        """Two nodes cannot reach each other, though both may be there."""
-        pair = frozenset((first, second))
-        self._quarrels[pair] = self._quarrels.get(pair, 0) + 1
-        if self._quarrels[pair] >= QUARRELS:
-            self.avoid(first, second)
-
-    def avoid(self, first: str, second: str) -> None:
-        """Use the link between two nodes no more: the planner sees it as useless, and no state is fetched over it."""
-        if frozenset((first, second)) in self._useless:
-            return
-        logger.warning("link_useless job=%s first=%s second=%s", self._config.job_id, first, second)
-        self._useless.add(frozenset((first, second)))
-        self.links += [
-            LinkProfile(source=source, target=target, latency_s=USELESS_LATENCY_S, bytes_per_s=USELESS_BYTES_PER_S)
-            for source, target in ((first, second), (second, first))
-        ]
-
     # ------------------------------------------------------------ the first plan
 
     async def build(self) -> None:
@@ -195,7 +174,7 @@ class PlanKeeper:
             plan,
             self._profile,
             pool,
-            self.links,
+            [*self.links, *self.quarrels.links],
             self._config,
             rng,
             copies={name: (copy.first_unit, copy.last_unit) for name, copy in self._copies.items()},
@@ -266,7 +245,7 @@ class PlanKeeper:
         """
         if self.plan is None or len(self.plan.clusters) > 1 or not self._built:
             return
-        again = predict_again(self.plan, self._profile, pool, self.links, self._config)
+        again = predict_again(self.plan, self._profile, pool, [*self.links, *self.quarrels.links], self._config)
         if again.backup_stages != self.plan.backup_stages:
             self.plan = replace(self.plan, backups=again.backups, backup_stages=again.backup_stages)
             self.generation += 1
@@ -296,7 +275,7 @@ class PlanKeeper:
             logger.info("copy_made job=%s node=%s source=%s", self._config.job_id, backup.node_id, stage.node_id)
 
     def _reached(self, node_id: str, holders: Sequence[Holder]) -> list[Holder]:
-        return [holder for holder in holders if frozenset((node_id, holder.node_id)) not in self._useless]
+        return [holder for holder in holders if not self.quarrels.useless(node_id, holder.node_id)]
 
     def number_clusters(self, way: Transition) -> tuple[int, ...]:
         """Return the numbers of the clusters of the next plan; those that are built anew get new ones."""

@@ -134,7 +134,7 @@ class Repairer:
         """A node could not reach another one that has what it needs: look for a way without that link."""
         found = UNREACHED.search(error.message)
         if found is not None and {found[1], found[2]} <= self._calls.nodes.keys():
-            self._keeper.avoid(found[1], found[2])
+            self._keeper.quarrels.avoid(found[1], found[2])
 
     async def _repair_once(self, order: int, leaving: Collection[str]) -> None:
         keeper = self._keeper

@@ -4,9 +4,9 @@ A ring of partial sums hides who added what. In a guarded round every one of the
 its own values of the chunk, the owner makes a robust mean of all members' (averaging/robust.py), and sends that to every other
 member. Each sends and receives 2 (C-1)/C of the segment, as in a ring, in two hops instead of 2(C-1).
 
-Chunks change their owners with every round, one position on: an owner that lies about its mean has every value once in C rounds. What arrives is numbered as a ring's steps are: step s of 0 .. C-2 brings the values of the member at position p - s - 1
-for the chunk owned here, step C-1+s the mean of that member's chunk. So each step has one `source`, and in each every member sends to
-another one.
+Chunks change their owners with every round, one position on: an owner that lies about its mean has every value once in C rounds.
+What arrives is numbered as a ring's steps are: step s of 0 .. C-2 brings the values of the member at position p - s - 1 for the chunk
+owned here, step C-1+s the mean of that member's chunk. So each step has one `source`, and in each every member sends to another one.
 
 Where most members have consumed nothing since the last round there is no telling whether the work of the others is usual: such a
 round is given up, and its work counts in the next one. At a synchronisation point, which cannot wait, it counts as far as the shell
@@ -151,7 +151,7 @@ class GuardedMember(RingMember):
             return "no member has consumed samples since the last round"
         busy, needed = sum(weight >= ONE_SAMPLE for weight in weights), robust_quorum(len(weights))
         if busy < needed and not self._exact:
-            return f"{busy} members have consumed samples since the last round, {needed} must have"
+            return f"{busy} of {len(weights)} members have consumed samples since the last round, {needed} must have"
         return None
 
     def _combine(self) -> list[RingInstruction]:

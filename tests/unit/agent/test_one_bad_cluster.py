@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from roost.types import Peer, SegmentPlan
 NAMES = ("a", "b", "c", "d", "e")
 LIAR = "c"
 INPUTS, CLASSES = 16, 4
-ROUNDS, UPDATES, BATCH, RATE = 40, 4, 8, 0.2
+ROUNDS, UPDATES, BATCH, RATE = 30, 4, 8, 0.25
 
 
 def data(samples: int = 800) -> tuple[Tensor, Tensor]:
@@ -83,14 +84,19 @@ def honest() -> float:
 
 def test_one_liar_of_five_ruins_the_plain_mean_of_a_run(honest: float) -> None:
     ruined = loss_with(RobustMethod.NONE, {LIAR: LIARS["flips the sign of its values and means"]})
-    assert not ruined < 1.5 * honest
+    assert not ruined < math.log(CLASSES), "worse than guessing"
+    assert honest < 0.8 * math.log(CLASSES)
 
 
 @pytest.mark.parametrize("robust", [RobustMethod.CLIPPED, RobustMethod.TRIMMED])
 @pytest.mark.parametrize("lie", LIARS.values(), ids=LIARS)
 def test_a_run_with_robust_averaging_ends_near_the_loss_that_it_has_without_the_liar(honest: float, robust: RobustMethod, lie: Lie) -> None:
     assert loss_with(robust, {LIAR: lie}) < 1.04 * honest
-    assert loss_with(robust, {}) < 1.02 * honest
+
+
+@pytest.mark.parametrize("robust", [RobustMethod.CLIPPED, RobustMethod.TRIMMED])
+def test_without_a_liar_robust_averaging_costs_next_to_nothing(honest: float, robust: RobustMethod) -> None:
+    assert loss_with(robust, {}) < 1.01 * honest
 
 
 def test_a_job_with_robust_averaging_learns_though_one_cluster_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +108,8 @@ def test_a_job_with_robust_averaging_learns_though_one_cluster_lies(tmp_path: Pa
         optimizer="SGD",
         optimizer_args={"lr": 0.2},
         batch_size=16,
-        epochs=3,
-        averaging_interval=4,
+        epochs=4,
+        averaging_interval=8,
         robust_averaging="clipped",
         min_clusters=5,
         max_clusters=5,
@@ -117,8 +123,11 @@ def test_a_job_with_robust_averaging_learns_though_one_cluster_lies(tmp_path: Pa
         await truthful(transport, peer, message, buffers, **options)
 
     monkeypatch.setattr(TrippingTransport, "send", send)
-    untrained = float(functional.cross_entropy(job.model(POINTS), LABELS))
+    with torch.no_grad():
+        untrained = float(functional.cross_entropy(job.model(POINTS), LABELS))
     run = roost.train(job, InprocPool([node(name) for name in NAMES], tmp_path)).wait(120)
-    assert run.metrics().averaging_rounds >= 3
+    assert run.metrics().averaging_rounds >= 4
     job.model.load_state_dict(run.state_dict())
-    assert float(functional.cross_entropy(job.model(POINTS), LABELS)) < 0.85 * untrained
+    with torch.no_grad():
+        trained = float(functional.cross_entropy(job.model(POINTS), LABELS))
+    assert trained < 0.9 * untrained

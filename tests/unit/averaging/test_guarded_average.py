@@ -137,6 +137,22 @@ def test_values_of_most_members_that_cannot_be_used_end_the_round() -> None:
         ring[0].combine(0, 0, [empty, empty])
 
 
+@pytest.mark.parametrize("from_base", [True, False])
+def test_running_variances_stay_positive_whatever_an_owner_says(from_base: bool) -> None:
+    common = {"bn.running_var": torch.full((90,), 0.5), "bn.running_mean": torch.zeros(90)}
+    ring = members(AveragingOptions(robust=RobustMethod.CLIPPED), base=common)
+    begin(ring, [{name: tensor + 1.0 for name, tensor in common.items()}] * COUNT, from_base=from_base)
+    for chunk in range(COUNT):
+        for piece in range(PIECES):
+            values = [sent(member, chunk, piece) for member in ring[1:]]
+            ring[0].combine(chunk, piece, values)
+            low = torch.full((len(ring[0].outgoing(chunk, piece)) // 4,), -1.0)
+            ring[0].store(chunk, piece, bytearray(low.numpy().tobytes()))
+    found = ring[0].finish()
+    torch.testing.assert_close(found["bn.running_var"], torch.full((90,), 0.05 if from_base else 0.0))
+    torch.testing.assert_close(found["bn.running_mean"], torch.full((90,), -1.0))
+
+
 def test_one_that_has_worked_alone_before_a_synchronisation_moves_all_by_no_more_than_is_usual() -> None:
     common = tensors(0)
     ring = members(AveragingOptions(robust=RobustMethod.CLIPPED), base=common)

@@ -134,7 +134,7 @@ def test_a_background_round_waits_until_enough_members_have_consumed_samples_and
         if order:
             assert isinstance(out[0], CombineChunk)
         else:
-            assert out == [AbandonRound(round=1, reason="2 members have consumed samples since the last round, 3 must have")]
+            assert out == [AbandonRound(round=1, reason="2 of 3 members have consumed samples since the last round, 3 must have")]
 
 
 def test_the_reason_of_an_abandoned_round_names_the_members_that_were_waited_for() -> None:

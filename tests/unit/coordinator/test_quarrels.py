@@ -1,0 +1,42 @@
+"""Links that do not work between nodes that are both there."""
+
+from __future__ import annotations
+
+from roost.coordinator.quarrels import FORGIVEN_S, QUARRELS, USELESS_BYTES_PER_S, Quarrels
+
+
+class Hand:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_nodes_that_lose_each_other_once_may_try_again_and_twice_are_kept_apart() -> None:
+    quarrels = Quarrels("job", Hand())
+    for _ in range(QUARRELS):
+        assert not quarrels.useless("attic", "barn")
+        assert quarrels.links == ()
+        quarrels.add("attic", "barn")
+    assert quarrels.useless("barn", "attic")
+    assert not quarrels.useless("attic", "cellar")
+    assert [(link.source, link.target, link.bytes_per_s) for link in quarrels.links] == [
+        ("attic", "barn", USELESS_BYTES_PER_S),
+        ("barn", "attic", USELESS_BYTES_PER_S),
+    ]
+
+
+def test_after_a_while_the_link_is_tried_again_and_what_was_is_forgotten() -> None:
+    clock = Hand()
+    quarrels = Quarrels("job", clock)
+    quarrels.avoid("attic", "barn")
+    clock.now = FORGIVEN_S - 1
+    assert quarrels.useless("attic", "barn")
+    clock.now = FORGIVEN_S
+    assert not quarrels.useless("attic", "barn")
+    assert quarrels.links == ()
+    quarrels.add("attic", "barn")
+    assert not quarrels.useless("attic", "barn")
