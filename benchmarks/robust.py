@@ -6,8 +6,8 @@ with `robust_averaging`. All runs of a seed begin with the same weights and see 
 interleaved. In pools called "even" every cluster takes as many updates between two rounds, in "uneven" ones 1 to 8, and the liar 2.
 
 `loss_over_honest`: the mean of the honest clusters' validation losses at the end, over that of the plain mean among honest clusters
-with the same seed and pool; median, least and largest over the seeds. A run whose averages are refused, or that ends with
-numbers that are not finite, has no loss (null). `--quick` is a check that all of it runs.
+with the same seed and pool; median, least and largest over the seeds. `accuracy`: the mean of the honest clusters. A run whose averages
+are refused, or that ends with numbers that are not finite, has neither (null). `--quick` is a check that all of it runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import logging
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from roost import messages as m
 from roost.agent.ring_driver import RingDriver
 from roost.averaging.segment_average import AveragingOptions
 from roost.config import RobustMethod
-from roost.demo.digits import DigitsCNN, load_digits
+from roost.demo.digits import DigitsCNN, accuracy, load_digits
 from roost.errors import DeadlineError, NonFiniteLossError
 from roost.transport.inproc import InprocNetwork, InprocTransport
 from roost.transport.interface import Buffer, Sender
@@ -97,17 +97,16 @@ class Replica:
         for _ in range(self._updates):
             picked = torch.randint(len(labels), (BATCH,), generator=self._order)
             self._optimizer.zero_grad()
-            functional.cross_entropy(self._model(images[picked]), labels[picked]).backward()  # type: ignore[no-untyped-call]
+            functional.cross_entropy(self._model(images[picked]), labels[picked]).backward()
             self._optimizer.step()
             self._samples += BATCH
 
-    def loss(self, images: Tensor, labels: Tensor) -> float:
-        """Return the validation loss."""
+    def evaluate(self, images: Tensor, labels: Tensor) -> tuple[float, float]:
+        """Return the validation loss and accuracy."""
         self._model.eval()
         with torch.no_grad():
-            found = float(functional.cross_entropy(self._model(images), labels))
-        self._model.train()
-        return found
+            logits = self._model(images)
+            return float(functional.cross_entropy(logits, labels)), float(accuracy(logits, labels))
 
     async def snapshot(self) -> tuple[dict[str, Tensor], int]:
         """Return copies of what is averaged, and the samples behind it."""
@@ -131,8 +130,8 @@ class Replica:
         return m.Done(), []
 
 
-async def trained(arm: Arm, updates: Sequence[int], seed: int, rounds: int) -> float | None:
-    """Return the mean validation loss of the honest clusters, or None if there is none."""
+async def trained(arm: Arm, updates: Sequence[int], seed: int, rounds: int) -> tuple[float, float] | None:
+    """Return the mean validation loss and accuracy of the honest clusters, or None if there are none."""
     (images, labels), validation = load_digits()
     names = tuple(f"cluster-{index}" for index in range(CLUSTERS))
     replicas = [Replica(seed, index, count) for index, count in enumerate(updates)]
@@ -169,7 +168,7 @@ async def trained(arm: Arm, updates: Sequence[int], seed: int, rounds: int) -> f
 
 async def _rounds(
     replicas: Sequence[Replica], training: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], tasks: Sequence[Any], rounds: int
-) -> float | None:
+) -> tuple[float, float] | None:
     for number in range(1, rounds + 1):
         for replica in replicas:
             replica.train(*training)
@@ -184,16 +183,23 @@ async def _rounds(
             averaging.result()
         except (DeadlineError, NonFiniteLossError):
             return None
-    losses = [replica.loss(*validation) for index, replica in enumerate(replicas) if index != LIAR]
-    mean = sum(losses) / len(losses)
-    return mean if math.isfinite(mean) else None
+    found = [replica.evaluate(*validation) for index, replica in enumerate(replicas) if index != LIAR]
+    loss, right = (statistics.fmean(figures) for figures in zip(*found, strict=True))
+    return (loss, right) if math.isfinite(loss) else None
 
 
-def summary(losses: Sequence[float | None], honest: Sequence[float | None]) -> dict[str, Any]:
-    """Return the losses of an arm, and how they compare with the plain mean among honest clusters."""
-    ratios = [loss / base for loss, base in zip(losses, honest, strict=True) if loss is not None and base]
-    figures: dict[str, Any] = {"losses": [None if loss is None else round(loss, 4) for loss in losses]}
-    if len(ratios) == len(losses):
+Found = Sequence[tuple[float, float] | None]
+"""Losses and accuracies, by seed."""
+
+
+def summary(found: Found, honest: Found) -> dict[str, Any]:
+    """Return the losses and accuracies of an arm, and how its losses compare with the plain mean among honest clusters."""
+    ratios = [each[0] / base[0] for each, base in zip(found, honest, strict=True) if each is not None and base is not None]
+    figures: dict[str, Any] = {
+        "losses": [None if each is None else round(each[0], 4) for each in found],
+        "accuracy": [None if each is None else round(each[1], 4) for each in found],
+    }
+    if len(ratios) == len(found):
         figures |= {
             "loss_over_honest": round(statistics.median(ratios), 3),
             "least": round(min(ratios), 3),
@@ -213,13 +219,13 @@ def main() -> None:
     seeds, rounds = (SEEDS[:1], 3) if quick else (SEEDS, ROUNDS)
     result: dict[str, Any] = {"clusters": CLUSTERS, "rounds": rounds, "seeds": len(seeds), "batch_size": BATCH}
     for pool, updates in POOLS.items():
-        losses: dict[Arm, list[float | None]] = {arm: [] for arm in ARMS}
+        runs: dict[Arm, list[tuple[float, float] | None]] = {arm: [] for arm in ARMS}
         for seed in seeds:
             for arm in ARMS:
-                losses[arm].append(asyncio.run(trained(arm, updates, seed, rounds)))
-        honest = losses[replace(ARMS[0], robust=RobustMethod.NONE)]
-        result[pool] = {"updates_per_round": list(updates)} | {arm.name: summary(found, honest) for arm, found in losses.items()}
-        for arm, found in losses.items():
+                runs[arm].append(asyncio.run(trained(arm, updates, seed, rounds)))
+        honest = runs[ARMS[0]]
+        result[pool] = {"updates_per_round": list(updates)} | {arm.name: summary(found, honest) for arm, found in runs.items()}
+        for arm, found in runs.items():
             print(pool, arm.name, summary(found, honest), flush=True)
     print(json.dumps(result))
 

@@ -174,6 +174,18 @@ class StageFailed(Message):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StageSaved(Message):
+    """A node has uploaded its part of a checkpoint in the background, or could not. Answered with Done."""
+
+    senders = _NODE
+    job_id: str
+    checkpoint: str
+    attempt: int
+    failed: Failed | None = None
+    """Why it could not."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeerSuspected(Message):
     """A node's stream to another node of its job broke, and it goes on without it for now. Answered with Done."""
 
@@ -420,7 +432,7 @@ class AverageNow(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveStage(Message):
-    """Upload your tensors (and optimizer state) to the requester. Answered with Done."""
+    """Upload your tensors (and optimizer state) to the requester. Answered with Done once training may go on."""
 
     senders = _COORDINATOR
     job_id: str
@@ -429,6 +441,10 @@ class SaveStage(Message):
     """The segments whose tensors this node uploads."""
     attempt: int = 0
     """Which attempt to write the checkpoint: after a node was lost in the middle of one, all upload again to the next."""
+    background: bool = False
+    """Copy them now, and upload the copies while training goes on; StageSaved says when that is done."""
+    rest: bool = True
+    """Also upload what is in no segment."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,11 +41,13 @@ async def build_stage(
     memory_bytes: int,
     held: StageDriver | None,
     copy: StageCopy | None,
+    directory: str,
     on_failure: Callable[[BaseException, str], None],
 ) -> StageDriver:
     """Return a driver whose stage holds its tensors. Raises RoostError if nodes or the requester send something else.
 
     `held` is the stage of the job that this node had before, `copy` what it has of another's: they give what they can.
+    Snapshots of the stage are written in `directory`, or if that is empty with the system's temporary files.
 
     `memory_bytes` is what this node lends: before any tensor is fetched, a graph is refused (GraphFormatError) that has a value
     in this stage which takes more, and a stage that needs more by its plan or for its tensors (OutOfBudgetError).
@@ -92,6 +94,7 @@ async def build_stage(
         compute=compute,
         transport=transport,
         host=host_buffers(device),
+        directory=directory,
         on_failure=on_failure,
     )
 

@@ -250,6 +250,7 @@ class Agent:
                 memory_bytes=self._profile.memory_bytes,
                 held=held,
                 copy=self._copy[0] if self._copy is not None and self._copy[0].message.job_id == assignment.job_id else None,
+                directory=self._config.state_dir,
                 on_failure=lambda error, peer: self._stage_failed(assignment, error, peer),
             ),
             name=f"build-{assignment.job_id}",

@@ -21,8 +21,8 @@ from roost.agent.doubts import Doubts
 from roost.agent.feeder import EVALUATION_WINDOW, Feeder
 from roost.agent.outbox import Outbox
 from roost.agent.reporter import Reporter
+from roost.agent.saver import StageSaver
 from roost.agent.stage_rings import StageRings
-from roost.agent.uploads import upload_state
 from roost.agent.value_wire import PackedValues, ValueWire, WireValue
 from roost.errors import MalformedMessageError, RoostError, StageFailedError
 from roost.pipeline.host_buffers import HostBuffers
@@ -70,9 +70,13 @@ class StageDriver:
         compute: ComputeThread,
         transport: Transport,
         host: HostBuffers,
+        directory: str,
         on_failure: Callable[[BaseException, str], None],
     ) -> None:
-        """`on_failure` is told why the stage cannot go on, and which peer could not be reached, if that is why."""
+        """`on_failure` is told why the stage cannot go on, and which peer could not be reached, if that is why.
+
+        Snapshots are written in `directory`, or if it is empty with the system's temporary files.
+        """
         self.assignment = assignment
         self._wire = ValueWire(assignment.config.activation_compression, program.differentiable, host)
         self._program = program
@@ -119,6 +123,14 @@ class StageDriver:
             suspect=self.suspect,
         )
         self._doubts = Doubts(self.suspect)
+        self._saver = StageSaver(
+            transport=transport,
+            reporter=self._reporter,
+            compute=compute,
+            state=self._state_of,
+            directory=directory,
+            start_task=self._spawn,
+        )
 
     # ------------------------------------------------------------ life
 
@@ -433,25 +445,14 @@ class StageDriver:
         await self.rings.average_exactly(order)
 
     async def save(self, message: m.SaveStage) -> None:
-        """Upload this stage's tensors to the requester, segment by segment, with their optimizer state."""
-        segments = {segment.index: segment.tensors for segment in self.assignment.segments if segment.index in message.segments}
-        owned = [record.name for record in self._program.tensors]
-        in_segments = {name for names in segments.values() for name in names}
-        rest = tuple(name for name in owned if name not in in_segments)
-        if rest:
-            segments[-1 - self.assignment.stage.index] = rest
-        for index, names in segments.items():
-            tensors, optimizer = await self._compute.run(partial(self._state_of, names))
-            await upload_state(
-                self._transport,
-                self.assignment.requester,
-                job_id=self.assignment.job_id,
-                checkpoint=message.checkpoint,
-                segment=index,
-                tensors=tensors,
-                optimizer=optimizer,
-                attempt=message.attempt,
-            )
+        """Save tensors of this stage with their optimizer state, segment by segment; returns once training may go on."""
+        segments = {segment.index: segment.tensors for segment in self.assignment.segments}
+        wanted = {index: names for index, names in segments.items() if index in message.segments}
+        if message.rest:
+            averaged = {name for names in segments.values() for name in names}
+            rest = tuple(record.name for record in self._program.tensors if record.name not in averaged)
+            wanted |= {-1 - self.assignment.stage.index: rest} if rest else {}
+        await self._saver.save(message, self.assignment, wanted)
 
     def _state_of(self, names: tuple[str, ...]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return tensors and optimizer state in host memory; on the cpu they share the stage's storage."""

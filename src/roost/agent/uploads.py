@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
 
@@ -11,7 +13,7 @@ from roost.pipeline.tensor_bytes import spec_of, to_buffer
 from roost.transport.interface import Buffer, Transport
 from roost.types import Peer
 
-UPLOAD_BYTES = 64 << 20
+UPLOAD_BYTES = 16 << 20
 """The most tensor bytes in one message: neither side holds more at once beside the state itself."""
 UPLOAD_TENSORS = 4096
 """The most tensors in one message: their specs are its header."""
@@ -30,11 +32,14 @@ async def upload_state(
     attempt: int = 0,
     most_bytes: int = UPLOAD_BYTES,
     deadline_s: float = UPLOAD_DEADLINE_S,
+    line_share: float = 1.0,
+    sent: Callable[[], None] = lambda: None,
 ) -> None:
     """Send model tensors by name, and optimizer state as 'PARAMETER/KEY', of one segment to attempt `attempt` of a checkpoint.
 
     Each message has at most `most_bytes` of tensors and `deadline_s` seconds; a tensor that is larger goes in pieces. The tensors must not
-    change meanwhile. Upload the segments of a node one after the other. Raises whatever RoostError the transport or the requester reports.
+    change meanwhile. Messages are on the line for about `line_share` of the time; `sent` is called after each. Upload the segments of a
+    node one after the other. Raises whatever RoostError the transport or the requester reports.
     """
     parts = _parts(tensors, optimizer, most_bytes)
     for number, part in enumerate(parts):
@@ -48,7 +53,11 @@ async def upload_state(
             part=number,
             pieces=part.pieces,
         )
+        began = time.monotonic()
         await transport.call(requester, message, part.buffers, deadline_s=deadline_s)
+        sent()
+        if line_share < 1:
+            await asyncio.sleep((time.monotonic() - began) * (1 / line_share - 1))
 
 
 class _Part:

@@ -13,6 +13,7 @@ from typing import Any
 
 from roost import messages as m
 from roost.config import CoordinatorConfig, JobConfig
+from roost.coordinator.checkpointing import Checkpointing, Snapshot, ends_the_job
 from roost.coordinator.job_record import JobRecord, LeaseOperation
 from roost.coordinator.job_reports import JobReports
 from roost.coordinator.lease_desk import LeaseDesk, evaluations
@@ -26,9 +27,7 @@ from roost.errors import (
     DeadlineError,
     ForbiddenError,
     JobRefusedError,
-    MalformedMessageError,
     NodeLostError,
-    PeerUnreachableError,
     ProtocolError,
     RequesterLostError,
     RoostError,
@@ -117,6 +116,10 @@ class JobRunner:
             profile=request.profile, config=self.config, calls=self._calls, settings=config, prepare=self._prepare_message
         )
         self._repairer: Repairer | None = None
+        self._checkpoints = Checkpointing(
+            job_id=self.job_id, calls=self._calls, transport=transport, requester=request.requester, settings=config
+        )
+        self._uploading: asyncio.Task[None] | None = None
         self._review = PlanReview(
             job_id=self.job_id,
             seed=self.config.seed,
@@ -573,36 +576,72 @@ class JobRunner:
             self.event(lifecycle.ClustersAveraged())
 
     async def _save(self) -> None:
-        plan = self._planned()
-        epoch = int(self.epochs_done)
-        name = f"epoch-{epoch:04d}" if not self.lifecycle.cancelled else f"stopped-{epoch:04d}"
-        self._attempt += 1
-        # A coordinator that takes over counts from 0 again, but with another generation.
-        attempt = self.keeper.generation * ATTEMPTS + self._attempt
-        # The cluster that has seen the most data has the best optimizer state; parameters are the same everywhere.
-        cluster = max(plan.clusters, key=lambda candidate: candidate.share)
-
-        async def save(stage: StagePlan) -> None:
-            segments = tuple(segment.index for segment in plan.segments if stage.node_id in segment.members)
-            message = m.SaveStage(job_id=self.job_id, checkpoint=name, segments=segments, attempt=attempt)
-            await self._calls.call(stage.node_id, message, self._settings.sync_s)
-
-        await together(save(stage) for stage in cluster.stages)
-        steps = self._schedule_steps()
-        finish = m.FinishCheckpoint(job_id=self.job_id, checkpoint=name, epoch=epoch, updates=steps, plan=plan, attempt=attempt)
-        try:
-            reply = (await self._transport.call(self.requester, finish, deadline_s=self._settings.sync_s)).message
-        except (PeerUnreachableError, DeadlineError) as error:
-            raise RequesterLostError(f"requester {self.requester.peer_id} did not finish checkpoint {name}: {error.message}") from error
-        if not isinstance(reply, m.CheckpointWritten):
-            raise MalformedMessageError(f"the requester answered a finished checkpoint with {type(reply).__name__}")
-        self._book.kept()
-        self._setbacks = 0
-        if self._repairer is not None:
-            self._repairer.checkpoint = name
-        self.progress.record(epoch=epoch, samples=self._book.samples_done, seconds=self.elapsed_s(), checkpoint=reply.path)
+        plan, epoch = self._planned(), int(self.epochs_done)
+        final = self._ends_here
+        self.progress.record(epoch=epoch, samples=self._book.samples_done, seconds=self.elapsed_s())
+        if self._uploading is not None and not final:
+            logger.warning("checkpoint_skipped job=%s epoch=%d reason=the one before is still being uploaded", self.job_id, epoch)
+        else:
+            await self._end_upload()
+            self._attempt += 1
+            snapshot = Snapshot(
+                name=f"stopped-{epoch:04d}" if self.lifecycle.cancelled else f"epoch-{epoch:04d}",
+                # A coordinator that takes over counts from 0 again, but with another generation.
+                attempt=self.keeper.generation * ATTEMPTS + self._attempt,
+                epoch=epoch,
+                updates=self._schedule_steps(),
+                plan=plan,
+                mark=self._book.mark(),
+                background=not final and self._checkpoints.trusted,
+            )
+            await self._checkpoints.take(snapshot)
+            # It may have been stopped meanwhile: there is nothing to go on with then.
+            if snapshot.background and not self._ends_here:
+                self._uploading = self._spawn(self._await_upload(snapshot), "upload", step=True)
+            else:
+                await self._complete(snapshot)
         if not self.lifecycle.ended:
             self.event(lifecycle.CheckpointSaved(finished=self._book.at_end))
+
+    @property
+    def _ends_here(self) -> bool:
+        """True if the job does not go on after this synchronisation point."""
+        return self.lifecycle.cancelled or self._book.at_end
+
+    async def _end_upload(self) -> None:
+        if self._uploading is not None:
+            self._uploading.cancel()
+            await asyncio.gather(self._uploading, return_exceptions=True)
+
+    async def _await_upload(self, snapshot: Snapshot) -> None:
+        """Complete a checkpoint while training goes on; if that fails, the one before stays the newest."""
+        try:
+            await self._complete(snapshot)
+        except asyncio.CancelledError:
+            self._checkpoints.abandon(snapshot, "the plan changes, or the job ends")
+            raise
+        except RoostError as error:
+            if ends_the_job(error):
+                raise
+            self._checkpoints.abandon(snapshot, error.message)
+        finally:
+            self._uploading = None
+
+    async def _complete(self, snapshot: Snapshot) -> None:
+        path = await self._checkpoints.complete(snapshot)
+        self._book.kept(snapshot.mark)
+        self._setbacks = 0
+        if self._repairer is not None:
+            self._repairer.checkpoint = snapshot.name
+        self.progress.saved(snapshot.epoch, path)
+        logger.info("checkpoint_complete job=%s checkpoint=%s background=%s", self.job_id, snapshot.name, snapshot.background)
+        self._reports.changed()
+        self._write_down()
+        self._on_change(self)
+
+    def stage_saved(self, node_id: str, message: m.StageSaved) -> None:
+        """A node has uploaded its part of a checkpoint, or could not."""
+        self._checkpoints.saved(node_id, message)
 
     def _schedule_steps(self) -> int:
         done = self._book.batches_done if self._desk is not None else 0

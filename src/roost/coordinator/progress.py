@@ -71,7 +71,11 @@ class JobProgress:
 
     # ------------------------------------------------------------ history
 
-    def record(self, *, epoch: int, samples: int, seconds: float, checkpoint: str) -> None:
+    def saved(self, epoch: int, path: str) -> None:
+        """The checkpoint of an epoch is whole."""
+        self.history = [replace(line, checkpoint=path) if line.epoch == epoch else line for line in self.history]
+
+    def record(self, *, epoch: int, samples: int, seconds: float) -> None:
         """Add a line to the history, and forget the evaluation that it contains."""
         loss_sum = sum(metrics.loss_sum for metrics in self.every)
         loss_samples = sum(metrics.loss_samples for metrics in self.every)
@@ -87,7 +91,7 @@ class JobProgress:
                 metric=self._metric / self._samples if evaluated else None,
                 samples=samples,
                 seconds=seconds,
-                checkpoint=checkpoint or None,
+                checkpoint=None,
             )
         )
         self.open_evaluation()

@@ -148,6 +148,9 @@ class Coordinator:
             case m.StageFailed():
                 self._running(message.job_id).stage_failed(sender.peer_id, message)
                 return m.Done(), []
+            case m.StageSaved():
+                self._running(message.job_id).stage_saved(sender.peer_id, message)
+                return m.Done(), []
             case m.PeerSuspected():
                 self._running(message.job_id).suspect(sender.peer_id, message.peer)
                 return m.Done(), []
@@ -392,8 +395,10 @@ class Coordinator:
             self._store.set_plan(job.job_id, job.plan, now=now)
             self._saved_plan = job.job_id
         self._store.set_state(job.job_id, job.state, now=now, error=failed_from(job.error) if job.error is not None else None)
-        for result in job.history[len(self._store.history(job.job_id)) :]:
-            self._store.add_result(job.job_id, result, now=now)
+        known = frozenset(self._store.history(job.job_id))
+        for result in job.history:
+            if result not in known:
+                self._store.add_result(job.job_id, result, now=now)
         if job.lifecycle.ended:
             self._store.forget_running(job.job_id)
 

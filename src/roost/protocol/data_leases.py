@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from roost.errors import ProtocolError
@@ -114,6 +115,16 @@ TRANSITIONS: dict[LeasePhase, dict[type[object], LeasePhase | tuple[LeasePhase, 
     LeasePhase.TRAINING: {TrainingOpened: LeasePhase.TRAINING, EvaluationOpened: LeasePhase.EVALUATION},
     LeasePhase.EVALUATION: {TrainingOpened: LeasePhase.TRAINING, EvaluationDropped: LeasePhase.TRAINING},
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseMark:
+    """A synchronisation point in a book."""
+
+    epoch: int
+    """The first epoch of which nothing had been leased."""
+    done: frozenset[int]
+    """Leases that were done by then, and in no checkpoint."""
 
 
 class LeaseBook:
@@ -275,10 +286,14 @@ class LeaseBook:
                 self._samples_done += lease.samples
                 self._batches_done += 1
 
-    def kept(self) -> None:
-        """Everything done so far is in a checkpoint: the job goes back no further."""
-        self._kept_epoch = self._next_epoch
-        self._done.clear()
+    def mark(self) -> LeaseMark:
+        """Return what is done now, at a synchronisation point: a checkpoint of it may take long to be written."""
+        return LeaseMark(epoch=self._next_epoch, done=frozenset(self._done))
+
+    def kept(self, mark: LeaseMark) -> None:
+        """Everything done until `mark` is in a checkpoint: the job goes back no further."""
+        self._kept_epoch = mark.epoch
+        self._done = {lease_id: owned for lease_id, owned in self._done.items() if lease_id not in mark.done}
 
     def release(self, cluster: int, reason: str = "the cluster was lost") -> tuple[Lease, ...]:
         """Give the unfinished leases of a lost cluster to the others, and return them; it gets no more."""

@@ -11,18 +11,25 @@ from ring_kit import Lie, Member, running
 from torch import Tensor
 
 from roost import messages as m
+from roost.agent import ring_driver
 from roost.averaging.segment_average import AveragingOptions
 from roost.config import RobustMethod, TensorCodec
 from roost.errors import MalformedMessageError
 from roost.types import SegmentPlan
 
-SIZE = 700_001
+SIZE = 70_001
 MEMBERS = ("a", "b", "c", "d", "e")
 RING = SegmentPlan(index=0, tensors=("w",), nbytes=4 * SIZE, members=MEMBERS)
 LIAR = "c"
 VALUE_STEPS = len(MEMBERS) - 1
 METHODS = [RobustMethod.CLIPPED, RobustMethod.TRIMMED]
 MOST_SAMPLES = 1000.0
+
+
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let chunks travel in several pieces."""
+    monkeypatch.setattr(ring_driver, "PIECE_BYTES", 1 << 15)
 
 
 def options(robust: RobustMethod, codec: TensorCodec = TensorCodec.NONE) -> AveragingOptions:
@@ -180,7 +187,7 @@ def test_an_owner_that_lies_within_what_is_believed_moves_each_value_once_in_fiv
     async def scenario() -> None:
         lies = {LIAR: of_means(scaled(-1.0))}
         async with running(members, [RING], options=options(RobustMethod.CLIPPED), lies=lies), asyncio.timeout(60):
-            before, direction = members["a"].tensors["w"].clone(), sum(member.moves for member in members.values()) / 5
+            before, direction = members["a"].tensors["w"].clone(), torch.stack([member.moves for member in members.values()]).mean(dim=0)
             for _ in MEMBERS:
                 for index, member in enumerate(members.values()):
                     member.tensors["w"] = member.tensors["w"] + member.moves

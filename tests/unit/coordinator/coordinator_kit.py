@@ -140,6 +140,10 @@ class FakeNode(Endpoint):
         self.profile = node
         self.go = asyncio.Event()
         self.metrics = metrics(node.node_id)
+        self.line = asyncio.Event()
+        """Set while the node can upload."""
+        self.line.set()
+        self._uploads: set[asyncio.Task[None]] = set()
 
     def usual(self, message: m.Message) -> m.Message:
         match message:
@@ -149,9 +153,17 @@ class FakeNode(Endpoint):
                 self.metrics = replace(metrics(self.name), cluster=message.cluster, stage=message.stage, number=message.number)
             case m.ContinueJob():
                 self.go.set()
+            case m.SaveStage(background=True):
+                task = asyncio.create_task(self._upload(message))
+                self._uploads.add(task)
+                task.add_done_callback(self._uploads.discard)
             case m.AverageNow() | m.EndJob() | m.HoldStage():
                 return m.StageReport(metrics=self.metrics)
         return m.Done()
+
+    async def _upload(self, message: m.SaveStage) -> None:
+        await self.line.wait()
+        await self.send(m.StageSaved(job_id=message.job_id, checkpoint=message.checkpoint, attempt=message.attempt))
 
     async def register(self, *, torch_version: str = "2.13.0", protocol_version: int = m.PROTOCOL_VERSION) -> m.Message:
         message = m.RegisterNode(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from coordinator_kit import MB, FakeNode, Scene, config, profile, refusal, scene
+from coordinator_kit import MB, WAIT_S, FakeNode, Scene, config, profile, refusal, scene
 
 from roost import messages as m
 from roost.errors import (
@@ -75,6 +75,77 @@ def test_a_job_trains_averages_evaluates_saves_and_goes_on_to_the_end(tmp_path: 
     asyncio.run(main())
 
 
+def test_training_goes_on_while_a_checkpoint_is_uploaded_and_it_counts_once_it_is_whole(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a")) as stage:
+            node = stage.nodes["a"]
+            node.line.clear()
+            await started(stage, epochs=2)
+            await node.train()
+            grant = await trained_further(node)
+            assert not stage.requester.was_asked(m.FinishCheckpoint)
+            assert stage.store.history("job")[0].checkpoint is None
+            node.line.set()
+            while not stage.store.history("job")[0].checkpoint:
+                await stage.requester.changed()
+            (finished,) = (message for message in stage.requester.asked if isinstance(message, m.FinishCheckpoint))
+            assert (finished.checkpoint, finished.epoch, finished.updates) == ("epoch-0001", 1, 6)
+            await node.done(*grant)
+            await node.train()
+            done = await stage.requester.until(m.JobState.DONE)
+            assert [result.checkpoint for result in done.history] == ["/checkpoints/epoch-0001", "/checkpoints/epoch-0002"]
+
+    asyncio.run(main())
+
+
+async def trained_further(node: FakeNode) -> tuple[Lease, ...]:
+    """Return leases of the next epoch: they are given once training goes on."""
+    async with asyncio.timeout(WAIT_S):
+        await node.go.wait()
+    return (await node.lease(want=2)).leases
+
+
+def test_a_checkpoint_that_is_still_being_uploaded_at_the_next_point_leaves_that_one_out_and_the_last_is_always_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a")) as stage:
+            node = stage.nodes["a"]
+            node.line.clear()
+            await started(stage, epochs=3)
+            for _ in range(3):
+                await node.train()
+            done = await stage.requester.until(m.JobState.DONE)
+            assert [result.checkpoint for result in done.history] == [None, None, "/checkpoints/epoch-0003"]
+            asked = [message for message in node.asked if isinstance(message, m.SaveStage)]
+            assert [(message.checkpoint, message.background) for message in asked] == [("epoch-0001", True), ("epoch-0003", False)]
+
+    asyncio.run(main())
+    assert "checkpoint_skipped job=job epoch=2" in caplog.text
+
+
+def test_a_checkpoint_that_a_node_could_not_upload_is_given_up_and_the_job_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with scene(tmp_path, profile("a")) as stage:
+            node = stage.nodes["a"]
+            node.line.clear()
+            await started(stage, epochs=2)
+            await node.train()
+            grant = await trained_further(node)
+            (asked,) = (message for message in node.asked if isinstance(message, m.SaveStage))
+            failed = m.Failed(code="R501", message="the requester cannot be reached", hint="")
+            await node.send(m.StageSaved(job_id="job", checkpoint=asked.checkpoint, attempt=asked.attempt, failed=failed))
+            await node.done(*grant)
+            await node.train()
+            done = await stage.requester.until(m.JobState.DONE)
+            assert [result.checkpoint for result in done.history] == [None, "/checkpoints/epoch-0002"]
+
+    asyncio.run(main())
+    assert "checkpoint_abandoned job=job checkpoint=epoch-0001 reason=node a: the requester cannot be reached" in caplog.text
+
+
 def test_exact_rounds_are_counted_from_one_and_every_stage_takes_part(tmp_path: Path) -> None:
     async def main() -> None:
         async with scene(tmp_path, profile("a"), profile("b")) as stage:
@@ -88,7 +159,7 @@ def test_exact_rounds_are_counted_from_one_and_every_stage_takes_part(tmp_path: 
     asyncio.run(main())
 
 
-def test_only_one_cluster_uploads_a_checkpoint_and_all_of_its_stages_do(tmp_path: Path) -> None:
+def test_every_segment_of_a_checkpoint_is_uploaded_once_and_the_clusters_take_turns(tmp_path: Path) -> None:
     async def main() -> None:
         names = ("a", "b", "c", "d")
         async with scene(tmp_path, *(profile(name, memory=11 * MB) for name in names)) as stage:
@@ -96,10 +167,13 @@ def test_only_one_cluster_uploads_a_checkpoint_and_all_of_its_stages_do(tmp_path
             assert [len(cluster.stages) for cluster in accepted.plan.clusters] == [2, 2]
             await asyncio.gather(*(node.train(cluster=cluster) for cluster, node in firsts(stage, accepted).items()))
             await stage.requester.until(m.JobState.DONE)
-            savers = {name for name in names if stage.nodes[name].was_asked(m.SaveStage)}
-            assert savers in [{node.node_id for node in cluster.stages} for cluster in accepted.plan.clusters]
-            segments = [s for name in savers for ask in stage.nodes[name].asked if isinstance(ask, m.SaveStage) for s in ask.segments]
+            asked = {name: [ask for ask in stage.nodes[name].asked if isinstance(ask, m.SaveStage)] for name in names}
+            segments = [s for asks in asked.values() for ask in asks for s in ask.segments]
             assert sorted(segments) == [segment.index for segment in accepted.plan.segments]
+            for cluster in accepted.plan.clusters:
+                assert any(ask.segments for saving in cluster.stages for ask in asked[saving.node_id])
+            rest = {name for name in names if any(ask.rest for ask in asked[name])}
+            assert rest in [{saving.node_id for saving in cluster.stages} for cluster in accepted.plan.clusters]
 
     asyncio.run(main())
 

@@ -251,7 +251,7 @@ def test_what_no_checkpoint_holds_is_leased_again_when_the_job_goes_back_and_is_
     leases = book(samples=12, epochs=2, sync_interval=1)
     leases.open_training()
     first = trained(leases, 0)
-    leases.kept()
+    leases.kept(leases.mark())
     leases.open_training()
     taken, _ = leases.request(0, 2)
     leases.done(0, [taken[0].lease_id])
@@ -263,6 +263,20 @@ def test_what_no_checkpoint_holds_is_leased_again_when_the_job_goes_back_and_is_
     again = trained(leases, 0)
     assert sorted((lease.start, lease.stop) for lease in again) == sorted((lease.start, lease.stop) for lease in first)
     assert leases.all_done and leases.at_end
+
+
+def test_what_was_trained_while_a_checkpoint_was_still_being_written_is_not_in_it() -> None:
+    leases = book(samples=12, epochs=3, sync_interval=1)
+    leases.open_training()
+    first = trained(leases, 0)
+    mark = leases.mark()
+    leases.open_training()
+    second = trained(leases, 0)
+    leases.kept(mark)
+    leases.go_back("the only node was lost")
+    assert [replayed.lease for replayed in leases.replayed] == second
+    assert leases.samples_done == sum(lease.samples for lease in first)
+    assert {lease.epoch for lease in trained(leases, 0)} == {second[0].epoch}
 
 
 def test_clusters_that_come_and_go_share_what_is_left() -> None:
