@@ -18,7 +18,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Place:
+class _Spooled:
     segment: int
     optimizer: bool
     spec: TensorSpec
@@ -32,7 +32,7 @@ class Spool:
         """The file is in `directory`; empty: where the system has its temporary files. Raises OSError."""
         # Closed by `close`, or with the last reference: what reads it may run longer than any block here.
         self._file = tempfile.TemporaryFile(prefix="roost-", dir=Path(directory) if directory else None)  # noqa: SIM115
-        self._places: list[_Place] = []
+        self._places: list[_Spooled] = []
         self._end = 0
         self._map: mmap.mmap | None = None
 
@@ -43,7 +43,7 @@ class Spool:
                 self._file.write(bytes(-self._end % ALIGNMENT))
                 start = self._end + -self._end % ALIGNMENT
                 self._file.write(to_buffer(tensor))
-                self._places.append(_Place(segment=segment, optimizer=is_state, spec=spec_of(name, tensor), start=start))
+                self._places.append(_Spooled(segment=segment, optimizer=is_state, spec=spec_of(name, tensor), start=start))
                 self._end = start + tensor.nbytes
         # Now, and not when nobody can do anything about it any more.
         self._file.flush()
@@ -57,10 +57,10 @@ class Spool:
             tensors, optimizer = ({place.spec.name: self._tensor(place) for place in self._of(segment, kind)} for kind in (False, True))
             yield segment, tensors, optimizer
 
-    def _of(self, segment: int, optimizer: bool) -> Iterator[_Place]:
+    def _of(self, segment: int, optimizer: bool) -> Iterator[_Spooled]:
         return (place for place in self._places if (place.segment, place.optimizer) == (segment, optimizer))
 
-    def _tensor(self, place: _Place) -> Tensor:
+    def _tensor(self, place: _Spooled) -> Tensor:
         memory = memoryview(self._map)[place.start : place.start + place.spec.nbytes] if self._map is not None else memoryview(b"")
         return from_buffer(place.spec, memory)
 

@@ -71,6 +71,7 @@ def build(graph: bytes, nodes: int) -> tuple[list[type], str]:
                 memory_bytes=MEMORY,
                 held=None,
                 copy=None,
+                directory="",
                 on_failure=lambda error, peer: None,
             )
         )
