@@ -32,11 +32,12 @@ from roost.chaos.schedule import FaultKind, draw
 from roost.chaos.session import ChaosResult, ChaosSession
 from roost.config import NodeOptions
 
-CONTEXT, SAMPLES, VALIDATION = 16, 8_192, 4_096
+CONTEXT, SAMPLES, VALIDATION = 16, 65_536, 4_096
+"""An epoch takes about a minute: with less the model begins to know the text by heart, and losses say nothing."""
 WIDTH, HIDDEN = 256, 6
 NODES = tuple(NodeOptions(name=f"node-{index}", memory="10MB", relative_speed=0.08) for index in range(6))
 """Two nodes hold the training state of the model, none holds it alone."""
-WINDOW_S = 5.0
+WINDOW_S = 2.5
 """Before a fault, to compare the rates of other clusters with."""
 SYNCHRONISING = frozenset({"averaging", "evaluating", "saving"})
 GROWN_UP_S = 60.0
