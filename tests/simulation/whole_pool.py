@@ -455,7 +455,7 @@ def remembering(propose: Callable[..., PlanChange | None]) -> Callable[..., Plan
     answers: dict[Any, PlanChange | None] = {}
 
     def remembered(
-        current: Plan, profile: Any, nodes: Sequence[Any], links: Sequence[Any], config: Any, rng: random.Random, **options: Any
+        current: Plan, profile: Any, nodes: Sequence[Any], links: Sequence[Any], *, config: Any, rng: random.Random, **options: Any
     ) -> PlanChange | None:
         asked = {name: tuple(sorted(value.items())) if isinstance(value, dict) else value for name, value in options.items()}
         question = (current, tuple(nodes), tuple(links), config, rng.getstate(), tuple(sorted(asked.items())))

@@ -8,13 +8,14 @@ import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from roost import messages as m
 from roost.config import CoordinatorConfig, JobConfig
 from roost.coordinator.job_record import JobRecord
 from roost.coordinator.node_calls import NodeCalls, together
 from roost.coordinator.quarrels import Quarrels
-from roost.errors import NodeLostError, RoostError
+from roost.errors import NodeLostError, PlanningError, RoostError
 from roost.planning.replan import predict_again, propose_change
 from roost.planning.takeover import Holder, StageState, Transition, holders_of, state_of, transition, without_clusters
 from roost.types import BackupPlan, ClusterPlan, LinkProfile, ModelProfile, NodeProfile, Plan, StageMetrics, StagePlan
@@ -170,16 +171,25 @@ class PlanKeeper:
         """
         plan = self.plan
         assert plan is not None, "asked for only after planning"
-        change = propose_change(
+        propose = partial(
+            propose_change,
             plan,
             self._profile,
             pool,
-            [*self.links, *self.quarrels.links],
-            self._config,
-            rng,
+            config=self._config,
+            rng=rng,
             copies={name: (copy.first_unit, copy.last_unit) for name, copy in self._copies.items()},
             improve=improve,
         )
+        apart = self.quarrels.pairs
+        try:
+            change = propose([*self.links, *self.quarrels.links], apart=apart)
+        except PlanningError as error:
+            if not apart:
+                raise
+            # Better a link that may come back than no plan.
+            logger.info("useless_links_tried job=%s reason=%s", self._config.job_id, error.message)
+            change = propose(self.links)
         if change is None:
             return plan
         now = change.plan.samples_per_s - change.gain_samples_per_s

@@ -79,6 +79,8 @@ class Forecast:
     """Predicts clusters on the pool as it is now; remembers what it predicted."""
 
     planner: Planner
+    apart: frozenset[frozenset[str]] = frozenset()
+    """Pairs of nodes that cannot reach each other: no cluster may have both, since any two of its stages may have something to send."""
     _predicted: dict[tuple[Layout, int], ClusterCut | None] = field(default_factory=dict, init=False)
     _best: dict[tuple[tuple[str, ...], int, float], Layout | None] = field(default_factory=dict, init=False)
     _part: tuple[tuple[str, ...], StageCutter] | None = field(default=None, init=False)
@@ -94,11 +96,11 @@ class Forecast:
         return self.planner.fine.maker.network
 
     def broken(self, layout: Layout) -> bool:
-        """Return True if one of its nodes is gone."""
-        return any(name not in self.nodes for name in layout.nodes)
+        """Return True if one of its nodes is gone, or two cannot reach each other."""
+        return any(name not in self.nodes for name in layout.nodes) or any(pair <= set(layout.nodes) for pair in self.apart)
 
     def predict(self, layout: Layout, clusters: int) -> ClusterCut | None:
-        """Return the prediction for one of `clusters` clusters; None if a node is gone or its memory short."""
+        """Return the prediction for one of `clusters` clusters; None if a node is gone, two are apart, or its memory is short."""
         key = (layout, clusters)
         if key not in self._predicted:
             self._predicted[key] = None if self.broken(layout) else self._predict(layout, clusters)
@@ -136,7 +138,7 @@ class Forecast:
 
     def _cut(self, names: tuple[str, ...], clusters: int, below_s: float) -> Layout | None:
         units, options = self.planner.fine.costs.units, self.planner.fine.maker.options
-        if not 0 < len(names) <= units or self._work > WORK_BUDGET * options.effort:
+        if not 0 < len(names) <= units or any(pair <= set(names) for pair in self.apart) or self._work > WORK_BUDGET * options.effort:
             return None
         cutter, order = self._cutter(names)
         speed = sum(cutter.nodes[place].flop_per_s for place in order) / cutter.costs.reference_flop_per_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from roost.config import JobConfig, PlanningConfig, format_bytes
@@ -69,16 +69,17 @@ def propose_change(
     options: PlanningConfig = DEFAULTS,
     payback_s: float = PAYBACK_S,
     copies: Mapping[str, tuple[int, int]] | None = None,
+    apart: Collection[frozenset[str]] = (),
     improve: bool = True,
 ) -> PlanChange | None:
     """Return the change that trains most within `payback_s`, or None if leaving the plan as it is does about as well.
 
     `nodes` and `links` are the pool as it is now; nodes of `current` may be gone. `copies` are units (first, last; half-open)
-    that nodes hold besides their stage: backups with a copy. Without `improve` only clusters that cannot run are changed, which is decided
-    sooner and disturbs no other. Equal inputs, `rng` included, give equal answers. Raises
-    PlanningError (see make_plan) if a cluster can no longer run and the pool can no longer hold what the job asks for.
+    that nodes hold besides their stage: backups with a copy. `apart` are pairs that cannot reach each other. Without `improve` only
+    clusters that cannot run are changed, which is decided sooner and disturbs no other. Equal inputs, `rng` included, give equal
+    answers. Raises PlanningError (see make_plan) if a cluster can no longer run and the pool can no longer hold what the job asks for.
     """
-    forecast = Forecast(planner=Planner.of(profile, nodes, links, config, options))
+    forecast = Forecast(planner=Planner.of(profile, nodes, links, config, options), apart=frozenset(apart))
     old = layouts_of(current)
     relocation = Relocation(forecast=forecast, old=old, copies=dict(copies or {}))
     search = _ChangeSearch(forecast=forecast, relocation=relocation, old=old, payback_s=payback_s, options=options)
@@ -87,6 +88,8 @@ def propose_change(
         if not improve and best is not None:
             return _written(best, search, forced=True) if best.layouts != old else None
         anew = search.resembling(make_plan(profile, nodes, links, config, rng, options=options))
+        if any(forecast.broken(layout) for layout in anew.layouts):
+            raise PlanningError("no plan was found that keeps nodes apart which cannot reach each other")
         if best is None or (search.allowed(anew) and search.score(anew)[0] > search.score(best)[0] * (1 + LEAST_GAIN)):
             best = anew
     except PlanningError:
@@ -242,22 +245,32 @@ class _ChangeSearch:
 
     def _repairs(self, option: _Option, index: int) -> Iterator[_Option]:
         """Yield ways on for a cluster that cannot run, the cheapest first."""
-        layout, count = option.layouts[index], len(option.layouts)
-        waiting = self._waiting(option)
-        lost = [place for place, name in enumerate(layout.nodes) if name not in self.forecast.nodes]
-        rest = [name for name in layout.nodes if name in self.forecast.nodes]
-        gone = _listed([layout.nodes[place] for place in lost])
+        layout = option.layouts[index]
+        if len(option.layouts) > 1:
+            yield option.replaced(index, [], f"the cluster of {_listed(layout.nodes)} is dissolved")
+        gone = [name for name in layout.nodes if name not in self.forecast.nodes]
+        pair = next((pair for pair in self.forecast.apart if pair <= set(layout.nodes)), None)
+        if gone or pair is None:
+            yield from self._repairs_without(option, index, gone)
+        else:
+            # One of two that cannot reach each other has to go, whichever.
+            for name in sorted(pair):
+                yield from self._repairs_without(option, index, [name])
+
+    def _repairs_without(self, option: _Option, index: int, gone: Sequence[str]) -> Iterator[_Option]:
+        """Yield ways on for a cluster without some of its nodes: others take over from them, or the model is cut anew."""
+        layout, waiting = option.layouts[index], self._waiting(option)
+        lost = [place for place, name in enumerate(layout.nodes) if name in gone]
+        rest = [name for name in layout.nodes if name not in gone]
         if lost:
-            for chosen in itertools.islice(itertools.permutations(waiting, len(lost)), MOST_TRIED // 2):
+            for chosen in itertools.islice(itertools.permutations(waiting, len(lost)), MOST_TRIED // 4):
                 names = list(layout.nodes)
                 for place, name in zip(lost, chosen, strict=True):
                     names[place] = name
                 yield option.replaced(
-                    index, [Layout(tuple(names), layout.cuts)], f"{_listed(chosen)} {_verb(chosen, 'take')} over from {gone}"
+                    index, [Layout(tuple(names), layout.cuts)], f"{_listed(chosen)} {_verb(chosen, 'take')} over from {_listed(gone)}"
                 )
-        if count > 1:
-            yield option.replaced(index, [], f"the cluster of {_listed(layout.nodes)} is dissolved")
-        what = f"without {gone}, " if lost else ""
+        what = f"without {_listed(gone)}, " if lost else ""
         yield from self._recut(option, index, rest, f"{what}the model is cut anew for {_listed(rest)}")
         at = lost[0] if lost else len(rest)
         holds = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roost.coordinator.quarrels import FORGIVEN_S, QUARRELS, USELESS_BYTES_PER_S, Quarrels
+from roost.coordinator.quarrels import FORGIVEN_S, MOST_FORGIVEN_S, QUARRELS, USELESS_BYTES_PER_S, Quarrels
 
 
 class Hand:
@@ -29,7 +29,7 @@ def test_nodes_that_lose_each_other_once_may_try_again_and_twice_are_kept_apart(
     ]
 
 
-def test_after_a_while_the_link_is_tried_again_and_what_was_is_forgotten() -> None:
+def test_after_a_while_the_link_is_tried_again_and_each_time_later_if_it_does_not_work_then() -> None:
     clock = Hand()
     quarrels = Quarrels("job", clock)
     quarrels.avoid("attic", "barn")
@@ -39,4 +39,11 @@ def test_after_a_while_the_link_is_tried_again_and_what_was_is_forgotten() -> No
     assert not quarrels.useless("attic", "barn")
     assert quarrels.links == ()
     quarrels.add("attic", "barn")
-    assert not quarrels.useless("attic", "barn")
+    clock.now += 2 * FORGIVEN_S - 1
+    assert quarrels.pairs == {frozenset(("attic", "barn"))}
+    clock.now += 1
+    assert quarrels.pairs == frozenset()
+    for _ in range(20):
+        quarrels.add("attic", "barn")
+        clock.now += MOST_FORGIVEN_S
+        assert not quarrels.useless("attic", "barn")

@@ -55,10 +55,10 @@ def change_for(
     *,
     options: PlanningConfig = DEFAULTS,
     payback_s: float = 600.0,
-    copies: dict[str, tuple[int, int]] | None = None,
+    **more: Any,
 ) -> PlanChange | None:
     now = all_links(nodes) if links is None else links
-    return propose_change(plan, profile, nodes, now, config, random.Random(0), options=options, payback_s=payback_s, copies=copies)
+    return propose_change(plan, profile, nodes, now, config, random.Random(0), options=options, payback_s=payback_s, **more)
 
 
 def changed(*args: object, **fields: object) -> PlanChange:
@@ -141,6 +141,27 @@ def test_two_lost_nodes_of_two_clusters_are_both_replaced() -> None:
     check_moves(change, plan, profile)
 
 
+@pytest.mark.parametrize("improve", [True, False])
+@pytest.mark.parametrize("waiting", ["n4", "n4 n5"])
+def test_two_nodes_that_cannot_reach_each_other_are_never_in_one_cluster(waiting: str, improve: bool) -> None:
+    profile = even_model(12)
+    nodes = pairs(4 + len(waiting.split()))
+    plan = built(profile, nodes, job(), "n0 n1", "n2 n3")
+    apart = frozenset(("n0", "n1"))
+    change = changed(plan, profile, nodes, job(), apart=[apart], improve=improve)
+    assert change.forced
+    assert all(not apart <= {stage.node_id for stage in cluster.stages} for cluster in change.plan.clusters)
+    assert len(change.plan.clusters) == 2
+    check_moves(change, plan, profile)
+
+
+def test_a_pool_that_holds_the_model_only_with_two_that_cannot_reach_each_other_is_an_error() -> None:
+    profile, nodes = even_model(12), pairs(2, memory=26 * MB)
+    plan = built(profile, nodes, job(), "n0 n1")
+    with pytest.raises(PlanningError, match="no plan was found that keeps nodes apart"):
+        changed(plan, profile, nodes, job(), apart=[frozenset(("n0", "n1"))])
+
+
 def test_a_cluster_is_cut_anew_for_the_nodes_it_has_left() -> None:
     profile, nodes = even_model(12), pairs(3)
     plan = built(profile, nodes, job(), "n0 n1 n2")
@@ -173,7 +194,7 @@ def test_a_node_that_is_left_over_joins_where_its_bytes_are_of_use() -> None:
 
 
 def test_a_pool_that_can_no_longer_hold_the_model_is_an_error() -> None:
-    profile, nodes = even_model(12), pairs(2, memory=22 * MB)
+    profile, nodes = even_model(12), pairs(2, memory=26 * MB)
     with pytest.raises(PlanningError):
         change_for(built(profile, nodes, job(), "n0 n1"), profile, without(nodes, "n1"), job())
 
