@@ -230,7 +230,10 @@ def main() -> None:
         stalls = measure_stalls(length.rounds, root / "rounds")
     figures = report(result, stalls, undisturbed)
     if options.hivemind:
-        figures["hivemind_round_stalls"] = [vars(hivemind_stall(options.hivemind, kind)) for kind in ("kill", "freeze")]
+        try:
+            figures["hivemind_round_stalls"] = [vars(hivemind_stall(options.hivemind, kind)) for kind in ("kill", "freeze")]
+        except TimeoutError as error:
+            figures["hivemind_error"] = str(error)
     print(json.dumps(figures))
 
 

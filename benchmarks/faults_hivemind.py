@@ -36,7 +36,7 @@ def main() -> None:
         target_group_size=peers,
         min_group_size=2,
         min_matchmaking_time=MATCHMAKING_S,
-        request_timeout=2.0,
+        request_timeout=1.0,
         declare_state_period=1e6,
         start=True,
     )

@@ -171,6 +171,7 @@ HIVEMIND_BYTES = 200_000_000
 """On loopback an all-reduce of so much takes about a second, as ours does on its limited lines."""
 SETTLED_STEPS = 2
 HIVEMIND_START_S = 120.0
+HIVEMIND_STALL_S = 150.0
 
 
 class HivemindPeer:
@@ -208,7 +209,10 @@ class HivemindPeer:
 
 
 def hivemind_stall(python: str, kind: str) -> Stall:
-    """Return what the other three of four peers did when one was lost ("kill", "freeze") in the middle of an all-reduce."""
+    """Return what the other three of four peers did when one was lost ("kill", "freeze") in the middle of an all-reduce.
+
+    At most HIVEMIND_STALL_S, which then says that they were not done. Raises TimeoutError if they do not average before that.
+    """
     peers = [HivemindPeer(python, 0, "")]
     try:
         _wait(lambda: bool(peers[0].said))
@@ -220,7 +224,10 @@ def hivemind_stall(python: str, kind: str) -> Stall:
         began = time.time()
         mid_round = not victim.times("applied", victim.times("begun", settled)[-1]["at"])
         os.killpg(victim.process.pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-        _wait(lambda: all(peer.times("applied", began) for peer in others))
+        with contextlib.suppress(TimeoutError):
+            _wait(lambda: all(peer.times("applied", began) for peer in others), HIVEMIND_STALL_S)
+        if not all(peer.times("applied", began) for peer in others):
+            return Stall(kind=kind, survivors=len(others), seconds=HIVEMIND_STALL_S, agreed=False, mid_round=mid_round)
         firsts = [peer.times("applied", began)[0] for peer in others]
         return Stall(
             kind=kind,
@@ -234,9 +241,9 @@ def hivemind_stall(python: str, kind: str) -> Stall:
             peer.end()
 
 
-def _wait(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + HIVEMIND_START_S
+def _wait(holds: Callable[[], bool], within_s: float = HIVEMIND_START_S) -> None:
+    deadline = time.monotonic() + within_s
     while not holds():
         if time.monotonic() > deadline:
-            raise SystemExit(f"hivemind's peers did not get there within {HIVEMIND_START_S:.0f} s")
+            raise TimeoutError(f"hivemind's peers did not get there within {within_s:.0f} s")
         time.sleep(POLL_S / 5)
