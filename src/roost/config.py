@@ -38,6 +38,8 @@ PRECISIONS = frozenset({"float32", "bf16"})
 """What forwards compute in: as the model is, or mixed with bfloat16 (torch.autocast)."""
 CORRECTIONS = frozenset({"none", "rate_by_delay", "rate_warmup", "nesterov", "prediction", "compensation", "rotation"})
 """What a stage can do against staleness; several are joined with '+' (docs/staleness.md)."""
+MOVES_MOMENTUM = frozenset({"OneCycleLR", "CyclicLR"})
+"""Schedules that move the first moment's decay unless told not to."""
 AUTO_CORRECTION = "auto"
 """The correction that the plan and the optimizer call for; the coordinator puts its name in its place when it has planned."""
 
@@ -217,6 +219,12 @@ class JobConfig:
     def planned_interval(self) -> int:
         """Updates between two averaging rounds that the planner counts with."""
         return self.averaging_interval or AUTOMATIC_INTERVAL
+
+    @property
+    def moves_momentum(self) -> bool:
+        """True if the schedule moves the first moment's decay, which the correction 'nesterov' cannot work with."""
+        schedule = self.schedule
+        return schedule is not None and schedule.name in MOVES_MOMENTUM and bool(schedule.as_dict().get("cycle_momentum", True))
 
     @property
     def averaging_copies(self) -> int:

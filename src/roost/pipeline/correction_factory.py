@@ -28,7 +28,6 @@ _KINDS: dict[str, Callable[[JobConfig], Correction]] = {
     "compensation": lambda config: Compensation(),
     "rotation": lambda config: Rotation(),
 }
-_MOVES_MOMENTUM = ("OneCycleLR", "CyclicLR")
 
 
 def make_correction(config: JobConfig) -> Correction:
@@ -39,8 +38,6 @@ def make_correction(config: JobConfig) -> Correction:
     parts = [_KINDS[name](config) for name in _KINDS if name in names]
     correction = parts[0] if len(parts) == 1 else JoinedCorrections(parts)
     correction.arguments(config.optimizer)
-    schedule = config.schedule
-    moved = schedule is not None and schedule.name in _MOVES_MOMENTUM and schedule.as_dict().get("cycle_momentum", True)
-    if "nesterov" in names and moved:
+    if "nesterov" in names and config.moves_momentum:
         raise InvalidConfigError("correction 'nesterov' sets the momentum: give the schedule cycle_momentum=False")
     return correction

@@ -21,6 +21,7 @@ V is the staleness bound: F micro-batches in flight were forwarded with at most 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +62,6 @@ class MemoryModel:
     optimizer_copies: int
     averaging_copies: int = AVERAGING_COPIES
     """Copies of its averaged tensors that averaging needs; more with compression or an outer optimizer (JobConfig.averaging_copies)."""
-    _largest: list[Floats] = field(default_factory=list)
-    """What `_largest_within` has found, once it has."""
     _matrices: dict[tuple[int, bool, bool], Floats] = field(default_factory=dict)
 
     def stage_bytes(
@@ -79,7 +78,7 @@ class MemoryModel:
         arriving = np.where(first == 0, costs.micro_batches_per_batch, 1) * costs.crossing_bytes[first]
         needed = total(costs.tensor_bytes) + copies * total(costs.trainable_bytes)
         # Adam's root of the second moment and its quotient; and while going backward, a gradient that is not yet added.
-        needed = needed + (2 if self.optimizer_copies else 1) * self._largest_within()[first, last]
+        needed = needed + (2 if self.optimizer_copies else 1) * self._largest_within[first, last]
         kept = costs.crossing_bytes[first] if recompute else total(costs.saved_bytes)
         needed = needed + max_in_flight * kept + (total(costs.saved_bytes) if recompute else 0.0)
         needed = needed + BUFFERED_TRANSFERS * (arriving + costs.crossing_bytes[last])
@@ -87,15 +86,14 @@ class MemoryModel:
             needed = needed + self.averaging_copies * total(costs.averaged_bytes)
         return np.asarray(needed, dtype=np.float64)
 
+    @cached_property
     def _largest_within(self) -> Floats:
-        """Return the bytes of the largest trainable tensor of units first .. last-1, 0 for none; shape (units + 1, units + 1)."""
-        if not self._largest:
-            count = self.costs.units
-            table = np.zeros((count + 1, count + 1))
-            for first in range(count):
-                table[first, first + 1 :] = np.maximum.accumulate(self.costs.largest_bytes[first:count])
-            self._largest.append(table)
-        return self._largest[0]
+        """The bytes of the largest trainable tensor of units first .. last-1, 0 for none; shape (units + 1, units + 1)."""
+        count = self.costs.units
+        table = np.zeros((count + 1, count + 1))
+        for first in range(count):
+            table[first, first + 1 :] = np.maximum.accumulate(self.costs.largest_bytes[first:count])
+        return table
 
     def matrix(self, max_in_flight: int, averaging: bool, recompute: bool = False) -> Floats:
         """Return stage_bytes for every pair, shape (units + 1, units + 1); infinite where last <= first."""

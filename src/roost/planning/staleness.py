@@ -11,8 +11,6 @@ MEASURED_ARGUMENTS = frozenset({"lr", "weight_decay", "eps", "foreach", "betas"}
 """Arguments that 'nesterov' keeps; whoever sets others has chosen an optimizer for its own sake."""
 USUAL_BETAS = (0.9, 0.999)
 """torch's own, which 'nesterov' replaces the first of."""
-MOVES_MOMENTUM = frozenset({"OneCycleLR", "CyclicLR"})
-"""Schedules that move the first moment's decay unless told not to, which 'nesterov' cannot work with."""
 
 
 def chosen_correction(config: JobConfig, plan: Plan) -> str:
@@ -24,7 +22,5 @@ def chosen_correction(config: JobConfig, plan: Plan) -> str:
     betas = given.get("betas", USUAL_BETAS)
     usual_momentum = isinstance(betas, tuple) and betas[:1] == USUAL_BETAS[:1]
     measured = optimizer.name in MEASURED_OPTIMIZERS and given.keys() <= MEASURED_ARGUMENTS and usual_momentum
-    schedule = config.schedule
-    moved = schedule is not None and schedule.name in MOVES_MOMENTUM and schedule.as_dict().get("cycle_momentum", True)
     stale = config.mode == "async" and any(stage.versions > 1 for stage in plan.stages)
-    return "nesterov" if stale and measured and not moved else "none"
+    return "nesterov" if stale and measured and not config.moves_momentum else "none"
