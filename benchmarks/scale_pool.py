@@ -78,7 +78,15 @@ class CoordinatorTransport:
     ) -> None:
         self._pool.count(type(message).__name__, pack(message, buffers, LIMITS).nbytes)
 
-    async def call(self, peer: Peer, message: m.Message, buffers: Sequence[Buffer] = (), *, deadline_s: float | None = None) -> Reply:
+    async def call(
+        self,
+        peer: Peer,
+        message: m.Message,
+        buffers: Sequence[Buffer] = (),
+        *,
+        lane: Lane = Lane.TRAINING,
+        deadline_s: float | None = None,
+    ) -> Reply:
         self._pool.count(type(message).__name__, pack(message, buffers, LIMITS).nbytes)
         limit = LIMITS.call_s if deadline_s is None else deadline_s
         try:

@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from roost.config import JobConfig, TensorCodec
 from roost.types import (
+    CheckpointEvent,
     EpochResult,
     EvaluationResult,
     Lease,
@@ -500,6 +501,8 @@ class JobUpdate(Message):
     """Times that the plan was changed because a node was lost."""
     paused: tuple[str, ...] = ()
     """Nodes of the job that their owners have paused: the job waits for them."""
+    checkpoints: tuple[CheckpointEvent, ...] = ()
+    """The last things that have become of checkpoints, in order."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -558,3 +558,28 @@ class EpochResult:
     seconds: float
     """Since training started."""
     checkpoint: str | None = field(default=None)
+
+
+class CheckpointState(StrEnum):
+    """What has become of a checkpoint."""
+
+    BEGUN = "begun"
+    COMPLETE = "complete"
+    ABANDONED = "abandoned"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointEvent:
+    """A checkpoint was begun, is complete, or came to nothing."""
+
+    name: str
+    attempt: int
+    """Which attempt to write one; grows over the whole job."""
+    epoch: int
+    """Epochs finished when it was begun."""
+    state: CheckpointState
+    background: bool
+    """True if training goes on while it is uploaded."""
+    detail: str = ""
+    """Where it is, once it is complete; why it came to nothing."""

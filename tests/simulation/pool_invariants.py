@@ -13,7 +13,10 @@ from whole_pool import WholePool
 
 from roost.agent.feeder import Feeder
 from roost.agent.ring_driver import WEIGHT_FLOOR, RingDriver
+from roost.checkpoint.writer import CheckpointWriter
 from roost.config import OuterOptimizer, TensorCodec
+from roost.coordinator.checkpointing import Checkpointing, Snapshot
+from roost.coordinator.repairer import Repairer
 from roost.messages import Message
 from roost.protocol.data_leases import LeaseBook
 from roost.types import Lease
@@ -42,6 +45,12 @@ class PoolInvariants:
         """What a first stage was given, by its node and the lease's id."""
         self._snapshots: dict[RoundKey, dict[str, tuple[dict[str, torch.Tensor], float]]] = defaultdict(dict)
         self._owners_told: set[Any] = set()
+        self._copied: dict[tuple[str, int], frozenset[Sample]] = {}
+        """What had been applied when an attempt to write a checkpoint was begun."""
+        self._written: dict[str, frozenset[Sample]] = {}
+        """The same, of the checkpoints on the requester's disk."""
+        self.returns = 0
+        """Times that the job went back to a checkpoint, or to its beginning, and that was checked."""
         self.applied: Counter[Sample] = Counter()
         """How often every stage of a cluster has applied a sample, as its first stage knows."""
         self.replayed: Counter[Sample] = Counter()
@@ -57,6 +66,9 @@ class PoolInvariants:
             (LeaseBook, "done", self._done),
             (LeaseBook, "go_back", self._go_back),
             (LeaseBook, "_note_replay", self._note_replay),
+            (Checkpointing, "take", self._take),
+            (CheckpointWriter, "finish", self._finish),
+            (Repairer, "_go_back", self._return),
             (Feeder, "batch_applied", self._batch_applied),
             (Feeder, "_fetch", self._fetch),
             (RingDriver, "_take_snapshot", self._take_snapshot),
@@ -145,6 +157,44 @@ class PoolInvariants:
             return original(feeder, batch)
 
         return batch_applied
+
+    # ------------------------------------------------------------ checkpoints
+
+    def _take(self, original: Any) -> Any:
+        async def take(checkpoints: Checkpointing, snapshot: Snapshot) -> None:
+            self._copied[snapshot.name, snapshot.attempt] = frozenset(self.applied)
+            await original(checkpoints, snapshot)
+
+        return take
+
+    def _finish(self, original: Any) -> Any:
+        def finish(writer: CheckpointWriter, name: str, contents: Any, *, attempt: int = 0) -> Any:
+            path = original(writer, name, contents, attempt=attempt)
+            self._written[name] = self._copied[name, attempt]
+            return path
+
+        return finish
+
+    def _return(self, original: Any) -> Any:
+        def go_back(repairer: Repairer) -> Any:
+            states = original(repairer)
+            self._check_return(repairer._book, repairer.checkpoint)
+            return states
+
+        return go_back
+
+    def _check_return(self, book: LeaseBook, checkpoint: str) -> None:
+        """What is not trained again must be in the checkpoint that the job goes back to."""
+        assert self._pool.run is not None
+        samples = self._pool.run._package.config.samples
+        kept = {(epoch, position) for epoch in range(book._next_epoch) for position in range(samples)}
+        lost = sorted(kept - (self._written[checkpoint] if checkpoint else frozenset()))
+        where = checkpoint or "the beginning"
+        if lost:
+            self._pool.problem(f"the job went back to {where}: samples {lost[:4]}, {len(lost)} in all, are neither there nor trained again")
+        if book.samples_done != len(kept):
+            self._pool.problem(f"the job went back to {where}, which has {len(kept)} samples, and counts {book.samples_done} as done")
+        self.returns += 1
 
     # ------------------------------------------------------------ weighted means
 

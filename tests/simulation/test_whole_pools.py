@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import subprocess
@@ -14,7 +15,11 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from pool_seeds import FAMILIES, PlayedSeed, family_of, play, record_digest
+from fault_story import LOOK_S, MOST_LOOKS
+from pool_invariants import PoolInvariants
+from pool_seeds import FAMILIES, PROGRESS_S, PlayedSeed, family_of, play, record_digest
+from small_job import MICRO_BATCH
+from whole_pool import PoolShape, WholePool
 
 from roost.averaging.segment_average import SegmentAverage
 from roost.protocol.data_leases import LeaseBook
@@ -91,3 +96,40 @@ def test_a_range_that_is_leased_twice_is_noticed() -> None:
     with mock.patch.object(LeaseBook, "request", request):
         played = play(9, family="none")
     assert any("counted twice" in problem for problem in played.problems)
+
+
+def returned_pool() -> tuple[WholePool, PoolInvariants]:
+    """Return a pool whose only node was lost, and came back, when a checkpoint was complete and more had been trained."""
+    settings = {"batch_size": MICRO_BATCH, "micro_batch_size": MICRO_BATCH, "epochs": 3, "sync_interval": 1}
+    pool = WholePool(1, shape=PoolShape(stages=(1,), min_clusters=1, spares=0, samples=20, validation_samples=0, settings=settings))
+    invariants = PoolInvariants(pool)
+
+    async def story(pool: WholePool) -> None:
+        assert pool.run is not None
+        for _ in range(MOST_LOOKS):
+            if pool.run.checkpoint is not None and pool.run.metrics().epochs_done > 1.2:
+                break
+            await asyncio.sleep(LOOK_S)
+        pool.kill("n00")
+        await asyncio.sleep(2.0)
+        pool.start_node("n00")
+
+    with invariants.watching():
+        pool.play(story, bound_s=PROGRESS_S)
+    invariants.judge()
+    return pool, invariants
+
+
+def test_a_job_that_goes_back_to_a_checkpoint_trains_again_what_is_not_in_it() -> None:
+    pool, invariants = returned_pool()
+    assert not pool.problems
+    assert (pool.outcome, invariants.returns) == ("done", 1)
+    assert invariants.replayed
+
+
+def test_a_checkpoint_that_counts_for_more_than_is_in_it_is_noticed() -> None:
+    original = LeaseBook.kept
+
+    with mock.patch.object(LeaseBook, "kept", lambda book, mark: original(book, book.mark())):
+        pool, _ = returned_pool()
+    assert any("neither there nor trained again" in problem for problem in pool.problems)

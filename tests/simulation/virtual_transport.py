@@ -213,19 +213,27 @@ class VirtualTransport:
         stream.target.accept(stream)
         return stream
 
-    async def call(self, peer: Peer, message: Message, buffers: Sequence[Buffer] = (), *, deadline_s: float | None = None) -> Reply:
+    async def call(
+        self,
+        peer: Peer,
+        message: Message,
+        buffers: Sequence[Buffer] = (),
+        *,
+        lane: Lane = Lane.TRAINING,
+        deadline_s: float | None = None,
+    ) -> Reply:
         packed = pack(message, buffers, self._config)
         limit = self._config.call_s if deadline_s is None else deadline_s
         try:
             async with asyncio.timeout(limit):
-                reply = await self._call(peer, packed)
+                reply = await self._call(peer, packed, lane)
         except TimeoutError as error:
             raise self._late(peer, packed, limit) from error
         if isinstance(reply.message, Failed):
             raise error_from(reply.message)
         return reply
 
-    async def _call(self, peer: Peer, packed: PackedMessage) -> Reply:
+    async def _call(self, peer: Peer, packed: PackedMessage, lane: Lane) -> Reply:
         self._require_running(peer)
         network = self._network
         target = network.reach(self, peer)
@@ -239,7 +247,7 @@ class VirtualTransport:
 
         passage.on_break.append(broke)
         try:
-            data = await self._transmit(packed, Lane.TRAINING)
+            data = await self._transmit(packed, lane)
             network.note("call", self.peer_id, peer.peer_id, packed.kind, _checksum(data))
             self._meter.message_sent()
             size = sum(len(frame) for frame in data)

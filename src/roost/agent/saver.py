@@ -18,7 +18,7 @@ from roost.agent.reporter import Reporter
 from roost.agent.spool import Spool
 from roost.agent.uploads import upload_state
 from roost.errors import RoostError
-from roost.transport.interface import Transport
+from roost.transport.interface import Lane, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class StageSaver:
         In the background that is when they are on the disk, and the coordinator hears of the rest with StageSaved. If the disk does not
         take them they are uploaded first, as in the foreground. Raises what the upload raises.
         """
-        await self._end_upload()
+        await self.abandon()
         if message.background and (spool := await self._spooled(assignment, segments)) is not None:
             self._uploading = self._start_task(self._upload_spooled(message, assignment, spool), "upload")
             return
@@ -62,7 +62,8 @@ class StageSaver:
         if message.background:
             self._report(message, None)
 
-    async def _end_upload(self) -> None:
+    async def abandon(self) -> None:
+        """End the upload that is under way, if there is one, and delete its snapshot."""
         if self._uploading is not None:
             self._uploading.cancel()
             await asyncio.gather(self._uploading, return_exceptions=True)
@@ -107,8 +108,8 @@ class StageSaver:
         optimizer: Mapping[str, Tensor],
         spool: Spool | None = None,
     ) -> None:
-        beside = {"most_bytes": BACKGROUND_BYTES, "line_share": LINE_SHARE, "sent": spool.forget_pages} if spool is not None else {}
-        await upload_state(
+        upload = partial(
+            upload_state,
             self._transport,
             assignment.requester,
             job_id=assignment.job_id,
@@ -117,8 +118,11 @@ class StageSaver:
             tensors=tensors,
             optimizer=optimizer,
             attempt=message.attempt,
-            **beside,  # type: ignore[arg-type]
         )
+        if spool is None:
+            await upload()
+        else:
+            await upload(most_bytes=BACKGROUND_BYTES, line_share=LINE_SHARE, lane=Lane.AVERAGING, sent=spool.forget_pages)
 
     def _report(self, message: m.SaveStage, error: RoostError | None) -> None:
         failed = m.Failed(code=error.code, message=error.message, hint=error.hint) if error is not None else None

@@ -173,6 +173,8 @@ class StageDriver:
 
     async def change_plan(self, assignment: Assignment) -> None:
         """Go on with the same stage in another plan: other rings, another share of the data."""
+        # The coordinator has given up the checkpoint of the plan before.
+        await self._saver.abandon()
         self.assignment = assignment
         await self._compute.run(partial(self._runner.set_share, assignment.cluster.share), paced=False)
         await self.rings.change(assignment)

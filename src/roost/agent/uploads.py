@@ -10,14 +10,16 @@ from torch import Tensor
 
 from roost import messages as m
 from roost.pipeline.tensor_bytes import spec_of, to_buffer
-from roost.transport.interface import Buffer, Transport
+from roost.transport.interface import Buffer, Lane, Transport
 from roost.types import Peer
 
 UPLOAD_BYTES = 16 << 20
 """The most tensor bytes in one message: neither side holds more at once beside the state itself."""
 UPLOAD_TENSORS = 4096
 """The most tensors in one message: their specs are its header."""
-UPLOAD_DEADLINE_S = 120.0
+UPLOAD_DEADLINE_S = 600.0
+"""Of one message, as long as its receiver waits for it (TransportConfig.message_s): slow lines take long. A requester that is away is
+noticed by the connection to it."""
 
 
 async def upload_state(
@@ -33,6 +35,7 @@ async def upload_state(
     most_bytes: int = UPLOAD_BYTES,
     deadline_s: float = UPLOAD_DEADLINE_S,
     line_share: float = 1.0,
+    lane: Lane = Lane.TRAINING,
     sent: Callable[[], None] = lambda: None,
 ) -> None:
     """Send model tensors by name, and optimizer state as 'PARAMETER/KEY', of one segment to attempt `attempt` of a checkpoint.
@@ -54,7 +57,7 @@ async def upload_state(
             pieces=part.pieces,
         )
         began = time.monotonic()
-        await transport.call(requester, message, part.buffers, deadline_s=deadline_s)
+        await transport.call(requester, message, part.buffers, lane=lane, deadline_s=deadline_s)
         sent()
         if line_share < 1:
             await asyncio.sleep((time.monotonic() - began) * (1 / line_share - 1))

@@ -69,8 +69,16 @@ class LeaseWatch:
     ) -> None:
         await self._transport.send(peer, message, buffers, lane=lane, deadline_s=deadline_s)
 
-    async def call(self, peer: Peer, message: m.Message, buffers: Sequence[Buffer] = (), *, deadline_s: float | None = None) -> Reply:
-        return await self._transport.call(peer, message, buffers, deadline_s=deadline_s)
+    async def call(
+        self,
+        peer: Peer,
+        message: m.Message,
+        buffers: Sequence[Buffer] = (),
+        *,
+        lane: Lane = Lane.TRAINING,
+        deadline_s: float | None = None,
+    ) -> Reply:
+        return await self._transport.call(peer, message, buffers, lane=lane, deadline_s=deadline_s)
 
     async def forget(self, peer_id: str) -> None:
         await self._transport.forget(peer_id)

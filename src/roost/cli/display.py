@@ -31,6 +31,7 @@ class RunDisplay:
         self._last_line = 0.0
         self._shown_epochs = 0
         self._paused: tuple[str, ...] = ()
+        self._saving = ""
 
     def planned(self, plan: Plan, nodes: tuple[NodeProfile, ...], profile: ModelProfile) -> None:
         """Print the plan."""
@@ -55,6 +56,10 @@ class RunDisplay:
             self._paused = metrics.paused
             waits = f"waiting for {', '.join(metrics.paused)}, paused by the owner" if metrics.paused else "no node is paused any more"
             self._console.print(f"  [yellow]{escape(waits)}[/]", soft_wrap=True)
+        if metrics.saving != self._saving:
+            self._saving = metrics.saving
+            if metrics.saving:
+                self._console.print(f"  [dim]saving {escape(metrics.saving)} in the background[/]", soft_wrap=True)
         if self._live is not None:
             self._live.update(_progress(metrics), refresh=True)
         elif time.monotonic() - self._last_line >= LINE_EVERY_S and any(cluster.updates for cluster in metrics.clusters):

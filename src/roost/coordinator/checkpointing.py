@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from roost import messages as m
@@ -20,14 +23,18 @@ from roost.errors import (
 )
 from roost.protocol.data_leases import LeaseMark
 from roost.transport.interface import Transport
-from roost.types import Peer, Plan
+from roost.types import CheckpointEvent, CheckpointState, Peer, Plan
 
 logger = logging.getLogger(__name__)
 
 UPLOAD_S = 6 * 3600.0
-"""Deadline for all uploads of a checkpoint; every single message of one has a deadline of its own."""
+"""Deadline for all uploads of a checkpoint, over slow lines, too. What is stuck is noticed long before: every message of an upload has a
+deadline of its own (agent/uploads.py), and a node that is away is missed by its heartbeats."""
 MOST_ABANDONED = 2
 """Checkpoints in a row that may come to nothing in the background; training waits for the next one."""
+KEPT_EVENTS = 8
+"""What the requester is told of at a time: more than can happen between two updates."""
+GIVEN_UP = "the plan changes, or the job ends"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +92,12 @@ class Checkpointing:
         self._failed: RoostError | None = None
         self._moved = asyncio.Event()
         self._abandoned = 0
+        self._events: deque[CheckpointEvent] = deque(maxlen=KEPT_EVENTS)
+
+    @property
+    def events(self) -> tuple[CheckpointEvent, ...]:
+        """The last things that have become of checkpoints, in order."""
+        return tuple(self._events)
 
     @property
     def trusted(self) -> bool:
@@ -106,9 +119,12 @@ class Checkpointing:
                 background=snapshot.background,
                 rest=part.rest,
             )
-            await self._calls.call(part.node_id, message, self._settings.sync_s)
+            # In the foreground, or if a disk does not take the copy, the answer comes after the upload.
+            await self._calls.call(part.node_id, message, UPLOAD_S)
 
-        await together(save(part) for part in saves)
+        self._note(snapshot, CheckpointState.BEGUN)
+        with self._noting_failure(snapshot):
+            await together(save(part) for part in saves)
 
     def saved(self, node_id: str, message: m.StageSaved) -> None:
         """A node has uploaded its part, or cannot; what is said of another attempt is out of date."""
@@ -121,6 +137,15 @@ class Checkpointing:
 
     async def complete(self, snapshot: Snapshot) -> str:
         """Return where the checkpoint is, once it is whole. Raises what nodes and requester report, and RequesterLostError."""
+        with self._noting_failure(snapshot):
+            await self._uploaded(snapshot)
+            path = await self._finish(snapshot)
+        self._abandoned = 0
+        self._note(snapshot, CheckpointState.COMPLETE, path)
+        return path
+
+    async def _uploaded(self, snapshot: Snapshot) -> None:
+        """Return once every node has uploaded its part."""
         try:
             async with asyncio.timeout(UPLOAD_S):
                 while self._missing and self._failed is None:
@@ -132,6 +157,9 @@ class Checkpointing:
             ) from None
         if self._failed is not None:
             raise self._failed
+
+    async def _finish(self, snapshot: Snapshot) -> str:
+        """Let the requester write the checkpoint, and return where it is."""
         finish = m.FinishCheckpoint(
             job_id=self._job_id,
             checkpoint=snapshot.name,
@@ -147,7 +175,6 @@ class Checkpointing:
             raise RequesterLostError(what) from error
         if not isinstance(reply, m.CheckpointWritten):
             raise MalformedMessageError(f"the requester answered a finished checkpoint with {type(reply).__name__}")
-        self._abandoned = 0
         return reply.path
 
     def abandon(self, snapshot: Snapshot, reason: str) -> None:
@@ -155,6 +182,33 @@ class Checkpointing:
         self._abandoned += 1
         self._missing.clear()
         logger.warning("checkpoint_abandoned job=%s checkpoint=%s reason=%s", self._job_id, snapshot.name, reason)
+
+    def skip(self, snapshot: Snapshot, reason: str) -> None:
+        """A synchronisation point has no checkpoint."""
+        logger.warning("checkpoint_skipped job=%s epoch=%d reason=%s", self._job_id, snapshot.epoch, reason)
+        self._note(snapshot, CheckpointState.SKIPPED, reason)
+
+    @contextlib.contextmanager
+    def _noting_failure(self, snapshot: Snapshot) -> Iterator[None]:
+        try:
+            yield
+        except RoostError as error:
+            self._note(snapshot, CheckpointState.ABANDONED, error.message)
+            raise
+        except asyncio.CancelledError:
+            self._note(snapshot, CheckpointState.ABANDONED, GIVEN_UP)
+            raise
+
+    def _note(self, snapshot: Snapshot, state: CheckpointState, detail: str = "") -> None:
+        event = CheckpointEvent(
+            name=snapshot.name,
+            attempt=snapshot.attempt,
+            epoch=snapshot.epoch,
+            state=state,
+            background=snapshot.background,
+            detail=detail,
+        )
+        self._events.append(event)
 
 
 def ends_the_job(error: RoostError) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from roost import messages as m
 from roost.config import CoordinatorConfig, JobConfig
-from roost.coordinator.checkpointing import Checkpointing, Snapshot, ends_the_job
+from roost.coordinator.checkpointing import GIVEN_UP, Checkpointing, Snapshot, ends_the_job
 from roost.coordinator.job_record import JobRecord, LeaseOperation
 from roost.coordinator.job_reports import JobReports
 from roost.coordinator.lease_desk import LeaseDesk, evaluations
@@ -579,21 +579,22 @@ class JobRunner:
         plan, epoch = self._planned(), int(self.epochs_done)
         final = self._ends_here
         self.progress.record(epoch=epoch, samples=self._book.samples_done, seconds=self.elapsed_s())
-        if self._uploading is not None and not final:
-            logger.warning("checkpoint_skipped job=%s epoch=%d reason=the one before is still being uploaded", self.job_id, epoch)
+        self._attempt += 1
+        snapshot = Snapshot(
+            name=f"stopped-{epoch:04d}" if self.lifecycle.cancelled else f"epoch-{epoch:04d}",
+            # A coordinator that takes over counts from 0 again, but with another generation.
+            attempt=self.keeper.generation * ATTEMPTS + self._attempt,
+            epoch=epoch,
+            updates=self._schedule_steps(),
+            plan=plan,
+            mark=self._book.mark(),
+            background=not final and self._checkpoints.trusted,
+        )
+        # One that was cancelled before it had begun is done, and still there.
+        if self._uploading is not None and not self._uploading.done() and not final:
+            self._checkpoints.skip(snapshot, "the one before is still being uploaded")
         else:
             await self._end_upload()
-            self._attempt += 1
-            snapshot = Snapshot(
-                name=f"stopped-{epoch:04d}" if self.lifecycle.cancelled else f"epoch-{epoch:04d}",
-                # A coordinator that takes over counts from 0 again, but with another generation.
-                attempt=self.keeper.generation * ATTEMPTS + self._attempt,
-                epoch=epoch,
-                updates=self._schedule_steps(),
-                plan=plan,
-                mark=self._book.mark(),
-                background=not final and self._checkpoints.trusted,
-            )
             await self._checkpoints.take(snapshot)
             # It may have been stopped meanwhile: there is nothing to go on with then.
             if snapshot.background and not self._ends_here:
@@ -618,7 +619,7 @@ class JobRunner:
         try:
             await self._complete(snapshot)
         except asyncio.CancelledError:
-            self._checkpoints.abandon(snapshot, "the plan changes, or the job ends")
+            self._checkpoints.abandon(snapshot, GIVEN_UP)
             raise
         except RoostError as error:
             if ends_the_job(error):
@@ -626,6 +627,7 @@ class JobRunner:
             self._checkpoints.abandon(snapshot, error.message)
         finally:
             self._uploading = None
+            self._reports.changed()
 
     async def _complete(self, snapshot: Snapshot) -> None:
         path = await self._checkpoints.complete(snapshot)
@@ -733,6 +735,7 @@ class JobRunner:
             error=failed,
             repairs=self.repairs,
             paused=tuple(sorted(self._paused)),
+            checkpoints=self._checkpoints.events,
         )
 
     # ------------------------------------------------------------ tasks

@@ -38,6 +38,7 @@ from roost.metrics.events import JsonLines
 from roost.metrics.rates import ClusterProgress, RateMeter
 from roost.planning.staleness import chosen_correction
 from roost.requester.access import TensorPositions
+from roost.requester.checkpoint_events import saved_beside, unheard
 from roost.requester.data import SampleSource
 from roost.requester.pools import Membership, Pool
 from roost.requester.service import RequesterService
@@ -128,6 +129,8 @@ class RunMetrics:
     """What every stage has done so far."""
     paused: tuple[str, ...] = ()
     """Nodes that their owners have paused; the job waits for them."""
+    saving: str = ""
+    """The checkpoint that is being uploaded while training goes on; empty if none is."""
 
 
 class Run:
@@ -259,6 +262,7 @@ class Run:
             staleness_max=max((stage.staleness_max for stage in stages), default=0),
             stages=stages,
             paused=update.paused if update is not None else (),
+            saving=saved_beside(update),
         )
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -429,6 +433,8 @@ class Run:
         if not self._package.has_metric:
             # The coordinator adds up what the nodes report, and without a metric they report zero.
             update = replace(update, history=tuple(replace(result, metric=None) for result in update.history))
+        for event in unheard(self._update, update):
+            self._log_event(f"checkpoint_{event.state}", encode_record(event))
         self._update = update
         self._progress = self._meter.progress(update.metrics, update.elapsed_s)
         # First what the run itself needs: an observer may raise.

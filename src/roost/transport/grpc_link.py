@@ -97,8 +97,8 @@ class Link:
             with contextlib.suppress(*RPC_ERRORS):
                 with self._meter.message(self._lane):
                     for frame in packed.frames(self._frame_bytes):
-                        await self._meter.sending(len(frame))
-                        await rpc.write(frame)
+                        async with self._meter.frame(len(frame), self._lane):
+                            await rpc.write(frame)
                 await rpc.done_writing()
                 self._meter.message_sent()
             reply = await reading

@@ -127,9 +127,17 @@ class GrpcTransport:
         finally:
             self._replace_if_broken(link, lane)
 
-    async def call(self, peer: Peer, message: Message, buffers: Sequence[Buffer] = (), *, deadline_s: float | None = None) -> Reply:
+    async def call(
+        self,
+        peer: Peer,
+        message: Message,
+        buffers: Sequence[Buffer] = (),
+        *,
+        lane: Lane = Lane.TRAINING,
+        deadline_s: float | None = None,
+    ) -> Reply:
         packed = pack(message, buffers, self._config)
-        link = self._link(peer, Lane.TRAINING)
+        link = self._link(peer, lane)
         limit = self._config.call_s if deadline_s is None else deadline_s
         try:
             async with asyncio.timeout(limit):
@@ -137,7 +145,7 @@ class GrpcTransport:
         except TimeoutError as error:
             raise self._late(peer, packed, limit) from error
         finally:
-            self._replace_if_broken(link, Lane.TRAINING)
+            self._replace_if_broken(link, lane)
 
     async def forget(self, peer_id: str) -> None:
         await asyncio.gather(*(self._retire(key) for key in list(self._links) if key[0] == peer_id))

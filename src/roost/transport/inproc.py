@@ -207,12 +207,20 @@ class InprocTransport:
         except TimeoutError as error:
             raise self._late(peer, packed, limit) from error
 
-    async def call(self, peer: Peer, message: Message, buffers: Sequence[Buffer] = (), *, deadline_s: float | None = None) -> Reply:
+    async def call(
+        self,
+        peer: Peer,
+        message: Message,
+        buffers: Sequence[Buffer] = (),
+        *,
+        lane: Lane = Lane.TRAINING,
+        deadline_s: float | None = None,
+    ) -> Reply:
         packed = pack(message, buffers, self._config)
         limit = self._config.call_s if deadline_s is None else deadline_s
         try:
             async with asyncio.timeout(limit):
-                reply = await self._call(peer, packed)
+                reply = await self._call(peer, packed, lane)
         except TimeoutError as error:
             raise self._late(peer, packed, limit) from error
         if isinstance(reply.message, Failed):
@@ -279,11 +287,11 @@ class InprocTransport:
             del self._pipes[(peer.peer_id, lane)]
         return error
 
-    async def _call(self, peer: Peer, packed: PackedMessage) -> Reply:
+    async def _call(self, peer: Peer, packed: PackedMessage, lane: Lane) -> Reply:
         self._require_running(peer)
         target, lifeline = self._network.reach(self.peer_id, peer)
         try:
-            frames = await lifeline.race(self._transmit(packed))
+            frames = await lifeline.race(self._transmit(packed, lane))
             self._meter.message_sent()
             served = target.serve(self._identity, frames)
             answered = await lifeline.race(asyncio.shield(served))

@@ -22,6 +22,7 @@ class Lane(StrEnum):
 
     TRAINING = "training"
     AVERAGING = "averaging"
+    """Gives way to the other one; checkpoints that are uploaded beside training take it, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +122,18 @@ class Transport(Protocol):
         (ForbiddenError, MalformedMessageError, MessageTooLargeError, ProtocolError).
         """
 
-    async def call(self, peer: Peer, message: Message, buffers: Sequence[Buffer] = (), *, deadline_s: float | None = None) -> Reply:
+    async def call(
+        self,
+        peer: Peer,
+        message: Message,
+        buffers: Sequence[Buffer] = (),
+        *,
+        lane: Lane = Lane.TRAINING,
+        deadline_s: float | None = None,
+    ) -> Reply:
         """Send a message and return its reply; a `Failed` reply is raised as its own error.
+
+        On the averaging lane the message gives way to what else is sent; its reply does not.
 
         Raises PeerUnreachableError, DeadlineError, MessageTooLargeError, and whatever RoostError the peer reports.
         """

@@ -21,7 +21,7 @@ from roost.agent.saver import StageSaver
 from roost.errors import CheckpointError, RoostError
 from roost.pipeline.tensor_bytes import from_buffer
 from roost.transport.inproc import InprocNetwork, InprocTransport
-from roost.transport.interface import Buffer, Sender
+from roost.transport.interface import Buffer, Lane, Reply, Sender
 from roost.types import Peer, Role
 
 
@@ -52,26 +52,49 @@ class Sink:
         raise AssertionError("nothing is sent one way")
 
 
+class NotedLanes(InprocTransport):
+    """A node's endpoint that notes on which lanes it uploads."""
+
+    def __init__(self, peer_id: str, role: Role, network: InprocNetwork) -> None:
+        super().__init__(peer_id, role, network)
+        self.lanes: list[Lane] = []
+
+    async def call(
+        self,
+        peer: Peer,
+        message: m.Message,
+        buffers: Sequence[Buffer] = (),
+        *,
+        lane: Lane = Lane.TRAINING,
+        deadline_s: float | None = None,
+    ) -> Reply:
+        if isinstance(message, m.UploadState):
+            self.lanes.append(lane)
+        return await super().call(peer, message, buffers, lane=lane, deadline_s=deadline_s)
+
+
 class Stage:
     """A stage with one parameter, and its saver."""
 
-    def __init__(self, saver: StageSaver, sink: Sink, weight: Tensor) -> None:
-        self._saver = saver
+    def __init__(self, saver: StageSaver, sink: Sink, weight: Tensor, lanes: list[Lane]) -> None:
+        self.saver = saver
         self.sink = sink
         self.weight = weight
+        self.lanes = lanes
+        """Of the uploads."""
 
     async def save(self, attempt: int = 1, *, background: bool) -> None:
         message = m.SaveStage(job_id="job", checkpoint="epoch-0001", segments=(0,), attempt=attempt, background=background)
         requester = Peer(peer_id="requester", address="inproc:requester")
         assignment = cast(Assignment, SimpleNamespace(job_id="job", node_id="attic", requester=requester))
-        await self._saver.save(message, assignment, {0: ("w",)})
+        await self.saver.save(message, assignment, {0: ("w",)})
 
 
 @asynccontextmanager
 async def stage(directory: str) -> AsyncIterator[Stage]:
     network, sink, tasks = InprocNetwork(), Sink(), []
     hub = InprocTransport("requester", Role.REQUESTER, network)
-    node = InprocTransport("attic", Role.NODE, network)
+    node = NotedLanes("attic", Role.NODE, network)
     await hub.start(sink)
     await node.start(sink)
     compute = ComputeThread(threads=1, relative_speed=1.0)
@@ -94,7 +117,7 @@ async def stage(directory: str) -> AsyncIterator[Stage]:
         start_task=start,
     )
     try:
-        yield Stage(saver, sink, weight)
+        yield Stage(saver, sink, weight, node.lanes)
     finally:
         for task in tasks:
             task.cancel()
@@ -152,6 +175,34 @@ def test_an_upload_that_is_refused_is_reported_with_its_reason(tmp_path: Path) -
             assert (failed.code, failed.message) == ("R700", "the disk is full")
             with pytest.raises(CheckpointError, match="the disk is full"):
                 await saved.save(attempt=2, background=False)
+
+    run(test)
+
+
+def test_an_upload_beside_training_gives_way_to_it_and_one_that_training_waits_for_does_not(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with stage(str(tmp_path)) as saved:
+            saved.sink.line.set()
+            await saved.save(background=True)
+            await saved.sink.reports.get()
+            await saved.save(attempt=2, background=False)
+            assert saved.lanes == [Lane.AVERAGING, Lane.TRAINING]
+
+    run(test)
+
+
+def test_when_a_checkpoint_is_given_up_its_upload_ends_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with stage(str(tmp_path)) as saved:
+            await saved.save(background=True)
+            await saved.sink.asked.wait()
+            await saved.saver.abandon()
+            saved.sink.line.set()
+            saved.weight.fill_(2.0)
+            await saved.save(attempt=2, background=True)
+            assert (await saved.sink.reports.get()).attempt == 2
+            assert saved.sink.uploads["w"].tolist() == [2.0] * 4
+            assert saved.sink.reports.empty()
 
     run(test)
 

@@ -140,6 +140,16 @@ def test_brackets_in_names_are_shown_as_they_are(label: str) -> None:
     assert f"note {label}" in out.getvalue()
 
 
+def test_a_checkpoint_that_is_saved_in_the_background_is_named_once() -> None:
+    to, out = console()
+    display = RunDisplay(to)
+    for saving in ("", "epoch-0001", "epoch-0001", "", "epoch-0003"):
+        display.updated(replace(metrics(), saving=saving))
+    display.close()
+    shown = [line.strip() for line in out.getvalue().splitlines()]
+    assert shown == ["saving epoch-0001 in the background", "saving epoch-0003 in the background"]
+
+
 def test_every_epoch_is_shown_once_on_one_line() -> None:
     to, out = console()
     display = RunDisplay(to)

@@ -21,7 +21,7 @@ from roost.transport.authority import Authority, EnrolmentIdentity, open_authori
 from roost.transport.credentials import Credentials, create_csr, create_key, parse_certificate
 from roost.transport.enrolment_client import Enrolment, enrol
 from roost.transport.grpc_transport import GrpcTransport
-from roost.transport.interface import Buffer, ReceivedBuffer, Reply, Sender
+from roost.transport.interface import Buffer, Lane, ReceivedBuffer, Reply, Sender
 from roost.transport.renewal import renew, renewal_due, renewing
 from roost.types import Peer, Role
 
@@ -55,9 +55,17 @@ class Watched(GrpcTransport):
         super().use_credentials(credentials)
         self.renewed.set()
 
-    async def call(self, peer: Peer, message: Message, buffers: Sequence[Buffer] = (), *, deadline_s: float | None = None) -> Reply:
+    async def call(
+        self,
+        peer: Peer,
+        message: Message,
+        buffers: Sequence[Buffer] = (),
+        *,
+        lane: Lane = Lane.TRAINING,
+        deadline_s: float | None = None,
+    ) -> Reply:
         try:
-            return await super().call(peer, message, buffers, deadline_s=deadline_s)
+            return await super().call(peer, message, buffers, lane=lane, deadline_s=deadline_s)
         except TransportError:
             self.failed.set()
             raise

@@ -94,6 +94,13 @@ def test_training_goes_on_while_a_checkpoint_is_uploaded_and_it_counts_once_it_i
             await node.train()
             done = await stage.requester.until(m.JobState.DONE)
             assert [result.checkpoint for result in done.history] == ["/checkpoints/epoch-0001", "/checkpoints/epoch-0002"]
+            told = [(event.name, event.state, event.background, event.detail) for event in done.checkpoints]
+            assert told == [
+                ("epoch-0001", "begun", True, ""),
+                ("epoch-0001", "complete", True, "/checkpoints/epoch-0001"),
+                ("epoch-0002", "begun", False, ""),
+                ("epoch-0002", "complete", False, "/checkpoints/epoch-0002"),
+            ]
 
     asyncio.run(main())
 
@@ -119,6 +126,8 @@ def test_a_checkpoint_that_is_still_being_uploaded_at_the_next_point_leaves_that
             assert [result.checkpoint for result in done.history] == [None, None, "/checkpoints/epoch-0003"]
             asked = [message for message in node.asked if isinstance(message, m.SaveStage)]
             assert [(message.checkpoint, message.background) for message in asked] == [("epoch-0001", True), ("epoch-0003", False)]
+            told = [(event.epoch, event.state) for event in done.checkpoints]
+            assert told == [(1, "begun"), (2, "skipped"), (1, "abandoned"), (3, "begun"), (3, "complete")]
 
     asyncio.run(main())
     assert "checkpoint_skipped job=job epoch=2" in caplog.text
@@ -141,6 +150,8 @@ def test_a_checkpoint_that_a_node_could_not_upload_is_given_up_and_the_job_goes_
             await node.train()
             done = await stage.requester.until(m.JobState.DONE)
             assert [result.checkpoint for result in done.history] == [None, "/checkpoints/epoch-0002"]
+            assert [(event.epoch, event.state) for event in done.checkpoints[:2]] == [(1, "begun"), (1, "abandoned")]
+            assert done.checkpoints[1].detail == "node a: the requester cannot be reached"
 
     asyncio.run(main())
     assert "checkpoint_abandoned job=job checkpoint=epoch-0001 reason=node a: the requester cannot be reached" in caplog.text

@@ -62,6 +62,10 @@ def test_a_finished_run_has_plan_metrics_history_and_a_model_that_loads(tmp_path
     assert last.validation_loss == pytest.approx(float(functional.cross_entropy(output, training.validation[1])), rel=1e-5)
     events = [json.loads(line) for line in (tmp_path / "checkpoints" / run.job_id / "events.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events].count("planned") == 1
+    saved = [(event["event"], event["name"]) for event in events if event["event"].startswith("checkpoint_")]
+    # Of the one between them it depends on how long the first takes.
+    assert saved[0] == ("checkpoint_begun", "epoch-0001")
+    assert saved[-2:] == [("checkpoint_begun", "epoch-0003"), ("checkpoint_complete", "epoch-0003")]
     assert events[-1]["state"] == "done"
 
 
