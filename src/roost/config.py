@@ -79,6 +79,10 @@ class RobustMethod(StrEnum):
     """Value by value, the largest and the smallest of the clusters' are left out."""
 
 
+ONE_SAMPLE = 1.0
+"""A member of a ring with less has consumed nothing since the last round: what it has says nothing of how far one moves."""
+
+
 def bad_members(members: int) -> int:
     """Return how many bad ones of so many members robust averaging allows for: one of five, and one of three or four."""
     return max(1, members // 5)

@@ -18,6 +18,7 @@ from roost.agent.reporter import Reporter
 from roost.agent.spool import Spool
 from roost.agent.uploads import upload_state
 from roost.errors import RoostError
+from roost.transport.dispatch import failed_from
 from roost.transport.interface import Lane, Transport
 
 logger = logging.getLogger(__name__)
@@ -125,5 +126,5 @@ class StageSaver:
             await upload(most_bytes=BACKGROUND_BYTES, line_share=LINE_SHARE, lane=Lane.AVERAGING, sent=spool.forget_pages)
 
     def _report(self, message: m.SaveStage, error: RoostError | None) -> None:
-        failed = m.Failed(code=error.code, message=error.message, hint=error.hint) if error is not None else None
+        failed = failed_from(error) if error is not None else None
         self._reporter.put(m.StageSaved(job_id=message.job_id, checkpoint=message.checkpoint, attempt=message.attempt, failed=failed))

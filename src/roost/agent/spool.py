@@ -40,8 +40,9 @@ class Spool:
         """Write copies of model tensors and optimizer state by name. Raises OSError if the disk does not take them."""
         for is_state, group in ((False, tensors), (True, optimizer)):
             for name, tensor in group.items():
-                self._file.write(bytes(-self._end % ALIGNMENT))
-                start = self._end + -self._end % ALIGNMENT
+                gap = -self._end % ALIGNMENT
+                self._file.write(bytes(gap))
+                start = self._end + gap
                 self._file.write(to_buffer(tensor))
                 self._places.append(_Spooled(segment=segment, optimizer=is_state, spec=spec_of(name, tensor), start=start))
                 self._end = start + tensor.nbytes

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from roost.averaging.codecs import Bytes, decode
-from roost.averaging.robust import ONE_SAMPLE, RobustMean, bounded_mean, clipped_mean, trimmed_mean
+from roost.averaging.robust import RobustMean, bounded_mean, clipped_mean, trimmed_mean
 from roost.averaging.segment_average import AveragingOptions, SegmentAverage
-from roost.config import RobustMethod, TensorCodec, robust_quorum
+from roost.config import ONE_SAMPLE, RobustMethod, TensorCodec, robust_quorum
 from roost.errors import MalformedMessageError, ProtocolError
 
 TRUSTED = 2.0

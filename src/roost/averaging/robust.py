@@ -11,13 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roost.config import bad_members, robust_quorum
+from roost.config import ONE_SAMPLE, bad_members, robust_quorum
 from roost.errors import ProtocolError
 
 WEIGHT_CAP = 2.0
 """A member counts for at most so many times the median member's samples: what it says of them cannot be checked."""
-ONE_SAMPLE = 1.0
-"""A member with less has consumed nothing: what it has says nothing of how far one moves."""
 LARGEST = 2.0**126
 """Larger values count as not finite: differences between them can overflow float32."""
 SUSPECT_RATIO = 5.0

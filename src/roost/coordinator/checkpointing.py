@@ -13,7 +13,6 @@ from roost import messages as m
 from roost.config import CoordinatorConfig
 from roost.coordinator.node_calls import NodeCalls, together
 from roost.errors import (
-    CheckpointError,
     DeadlineError,
     MalformedMessageError,
     PeerUnreachableError,
@@ -209,8 +208,3 @@ class Checkpointing:
             detail=detail,
         )
         self._events.append(event)
-
-
-def ends_the_job(error: RoostError) -> bool:
-    """Return True for what would fail again: the requester cannot write."""
-    return isinstance(error, CheckpointError)

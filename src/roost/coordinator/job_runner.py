@@ -13,10 +13,10 @@ from typing import Any
 
 from roost import messages as m
 from roost.config import CoordinatorConfig, JobConfig
-from roost.coordinator.checkpointing import GIVEN_UP, Checkpointing, Snapshot, ends_the_job
+from roost.coordinator.checkpointing import GIVEN_UP, Checkpointing, Snapshot
 from roost.coordinator.job_record import JobRecord, LeaseOperation
 from roost.coordinator.job_reports import JobReports
-from roost.coordinator.lease_desk import LeaseDesk, evaluations
+from roost.coordinator.lease_desk import LeaseDesk
 from roost.coordinator.link_probes import measure_links
 from roost.coordinator.node_calls import NodeCalls, first_error, together
 from roost.coordinator.plan_keeper import PlanKeeper
@@ -24,6 +24,7 @@ from roost.coordinator.plan_review import PlanReview
 from roost.coordinator.progress import JobProgress
 from roost.coordinator.repairer import Repairer
 from roost.errors import (
+    CheckpointError,
     DeadlineError,
     ForbiddenError,
     JobRefusedError,
@@ -42,6 +43,7 @@ from roost.planning.staleness import chosen_correction
 from roost.planning.takeover import Transition
 from roost.protocol import job_lifecycle as lifecycle
 from roost.protocol.data_leases import LeaseBook, LeasePhase
+from roost.transport.dispatch import failed_from
 from roost.transport.interface import Transport
 from roost.types import ClusterPlan, EpochResult, NodeProfile, Plan, StageMetrics, StagePlan
 
@@ -301,8 +303,9 @@ class JobRunner:
         if self._desk is None or closed or self.state not in LEASING:
             return m.LeaseGrant(leases=(), drained=True)
         grant = self._desk.grant(number, request)
-        for lease in evaluations(grant):
-            self.progress.lease_given(number, lease)
+        for lease in grant.leases:
+            if not lease.training:
+                self.progress.lease_given(number, lease)
         return grant
 
     def _overtaken(self, said: m.LeaseRequest | m.RegisterNode) -> bool:
@@ -590,7 +593,6 @@ class JobRunner:
             mark=self._book.mark(),
             background=not final and self._checkpoints.trusted,
         )
-        # One that was cancelled before it had begun is done, and still there.
         if self._uploading is not None and not self._uploading.done() and not final:
             self._checkpoints.skip(snapshot, "the one before is still being uploaded")
         else:
@@ -622,11 +624,11 @@ class JobRunner:
             self._checkpoints.abandon(snapshot, GIVEN_UP)
             raise
         except RoostError as error:
-            if ends_the_job(error):
+            # The requester cannot write: it would fail again.
+            if isinstance(error, CheckpointError):
                 raise
             self._checkpoints.abandon(snapshot, error.message)
         finally:
-            self._uploading = None
             self._reports.changed()
 
     async def _complete(self, snapshot: Snapshot) -> None:
@@ -721,9 +723,6 @@ class JobRunner:
             self._spawn(self._reports.send(), "repeat-update")
 
     def _update(self) -> m.JobUpdate:
-        failed = None
-        if self.error is not None:
-            failed = m.Failed(code=self.error.code, message=self.error.message, hint=self.error.hint)
         return m.JobUpdate(
             job_id=self.job_id,
             state=self.state,
@@ -732,7 +731,7 @@ class JobRunner:
             metrics=self.progress.every,
             history=tuple(self.history),
             cancelled=self.lifecycle.cancelled,
-            error=failed,
+            error=failed_from(self.error) if self.error is not None else None,
             repairs=self.repairs,
             paused=tuple(sorted(self._paused)),
             checkpoints=self._checkpoints.events,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection
 from roost import messages as m
 from roost.coordinator.job_record import JobRecord, LastGrant, LeaseOperation, replay
 from roost.protocol.data_leases import LeaseBook
-from roost.types import Lease
 
 MAX_LEASES = 64
 """Leases one request may get."""
@@ -87,8 +86,3 @@ class LeaseDesk:
         self._released.clear()
         self._grants = {number: last for number, last in self._grants.items() if number in numbers}
         self._reported = {number: count for number, count in self._reported.items() if number in numbers}
-
-
-def evaluations(grant: m.LeaseGrant) -> tuple[Lease, ...]:
-    """Return the leases of a grant that are evaluated, not trained on."""
-    return tuple(lease for lease in grant.leases if not lease.training)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -74,11 +73,13 @@ class PlanKeeper:
         """True if nodes of a broken cluster cannot reach each other: as it is it would break again."""
         clusters = self.plan.clusters if self.plan is not None else ()
         broken = [cluster for cluster, number in zip(clusters, self.numbers, strict=True) if number in self.broken]
-        return any(
-            self.quarrels.useless(one.node_id, other.node_id)
-            for cluster in broken
-            for one, other in itertools.combinations(cluster.stages, 2)
-        )
+        pairs = self.quarrels.pairs
+        return any(pair <= {stage.node_id for stage in cluster.stages} for cluster in broken for pair in pairs)
+
+    @property
+    def _usable_links(self) -> list[LinkProfile]:
+        """Links as they were measured, but for those that are not to be used now."""
+        return [*self.links, *self.quarrels.links]
 
     @property
     def copies(self) -> tuple[Holder, ...]:
@@ -183,7 +184,7 @@ class PlanKeeper:
         )
         apart = self.quarrels.pairs
         try:
-            change = propose([*self.links, *self.quarrels.links], apart=apart)
+            change = propose(self._usable_links, apart=apart)
         except PlanningError as error:
             if not apart:
                 raise
@@ -255,7 +256,7 @@ class PlanKeeper:
         """
         if self.plan is None or len(self.plan.clusters) > 1 or not self._built:
             return
-        again = predict_again(self.plan, self._profile, pool, [*self.links, *self.quarrels.links], self._config)
+        again = predict_again(self.plan, self._profile, pool, self._usable_links, self._config)
         if again.backup_stages != self.plan.backup_stages:
             self.plan = replace(self.plan, backups=again.backups, backup_stages=again.backup_stages)
             self.generation += 1

@@ -91,7 +91,6 @@ class JobProgress:
                 metric=self._metric / self._samples if evaluated else None,
                 samples=samples,
                 seconds=seconds,
-                checkpoint=None,
             )
         )
         self.open_evaluation()

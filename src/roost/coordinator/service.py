@@ -27,7 +27,7 @@ from roost.errors import (
 from roost.protocol import membership
 from roost.transport.dispatch import failed_from
 from roost.transport.interface import Buffer, Sender, Transport
-from roost.types import NodeProfile
+from roost.types import EpochResult, NodeProfile
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +72,7 @@ class Coordinator:
         self._planning: Submission | None = None
         """A job whose plan is asked for, while links are measured and it is planned."""
         self._saved_plan = ""
+        self._saved_history: frozenset[EpochResult] = frozenset()  # of the same job, as it is in the store
         self._requester_heard = 0.0
 
     async def watch(self) -> None:
@@ -104,7 +105,9 @@ class Coordinator:
                 continue
             request, record, operations = found
             self._job = self._make_job(request, record.nodes)
-            self._job.restore(record, operations, self._store.history(job_id))
+            history = self._store.history(job_id)
+            self._job.restore(record, operations, history)
+            self._saved_history = frozenset(history)
             self._requester_heard = time.monotonic()
 
     def take_over(self) -> None:
@@ -307,6 +310,7 @@ class Coordinator:
 
     def _make_job(self, request: m.SubmitJob, nodes: Sequence[NodeProfile]) -> JobRunner:
         job_id = request.config.job_id
+        self._saved_history = frozenset()
         return JobRunner(
             request=request,
             nodes=nodes,
@@ -395,10 +399,10 @@ class Coordinator:
             self._store.set_plan(job.job_id, job.plan, now=now)
             self._saved_plan = job.job_id
         self._store.set_state(job.job_id, job.state, now=now, error=failed_from(job.error) if job.error is not None else None)
-        known = frozenset(self._store.history(job.job_id))
         for result in job.history:
-            if result not in known:
+            if result not in self._saved_history:
                 self._store.add_result(job.job_id, result, now=now)
+        self._saved_history = frozenset(job.history)
         if job.lifecycle.ended:
             self._store.forget_running(job.job_id)
 
@@ -418,11 +422,13 @@ class Coordinator:
         return self._job
 
     def _requester_there(self, sender: Sender, job_id: str) -> m.Message:
-        running = self._submission is not None or (self._job is not None and self._job.job_id == job_id)
-        stored = None if running else self._store.job(job_id)
-        if stored is not None and stored.state in ENDED:
+        try:
+            job = self._of_requester(sender, job_id)
+        except JobRefusedError:
+            stored = self._store.job(job_id)
+            if stored is None or stored.state not in ENDED:
+                raise
             return m.JobEnded(state=stored.state, history=self._store.history(job_id), error=stored.error)
-        job = self._of_requester(sender, job_id)
         self._requester_heard = time.monotonic()
         if job is not None:
             job.repeat_last_update()

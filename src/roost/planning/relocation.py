@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -97,7 +97,12 @@ class Forecast:
 
     def broken(self, layout: Layout) -> bool:
         """Return True if one of its nodes is gone, or two cannot reach each other."""
-        return any(name not in self.nodes for name in layout.nodes) or any(pair <= set(layout.nodes) for pair in self.apart)
+        return any(name not in self.nodes for name in layout.nodes) or self.apart_in(layout.nodes) is not None
+
+    def apart_in(self, names: Collection[str]) -> frozenset[str] | None:
+        """Return two of these nodes that cannot reach each other, None if there are none."""
+        together = set(names)
+        return next((pair for pair in self.apart if pair <= together), None)
 
     def predict(self, layout: Layout, clusters: int) -> ClusterCut | None:
         """Return the prediction for one of `clusters` clusters; None if a node is gone, two are apart, or its memory is short."""
@@ -138,7 +143,7 @@ class Forecast:
 
     def _cut(self, names: tuple[str, ...], clusters: int, below_s: float) -> Layout | None:
         units, options = self.planner.fine.costs.units, self.planner.fine.maker.options
-        if not 0 < len(names) <= units or any(pair <= set(names) for pair in self.apart) or self._work > WORK_BUDGET * options.effort:
+        if not 0 < len(names) <= units or self.apart_in(names) is not None or self._work > WORK_BUDGET * options.effort:
             return None
         cutter, order = self._cutter(names)
         speed = sum(cutter.nodes[place].flop_per_s for place in order) / cutter.costs.reference_flop_per_s

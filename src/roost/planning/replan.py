@@ -249,7 +249,7 @@ class _ChangeSearch:
         if len(option.layouts) > 1:
             yield option.replaced(index, [], f"the cluster of {_listed(layout.nodes)} is dissolved")
         gone = [name for name in layout.nodes if name not in self.forecast.nodes]
-        pair = next((pair for pair in self.forecast.apart if pair <= set(layout.nodes)), None)
+        pair = self.forecast.apart_in(layout.nodes)
         if gone or pair is None:
             yield from self._repairs_without(option, index, gone)
         else:
@@ -263,7 +263,7 @@ class _ChangeSearch:
         lost = [place for place, name in enumerate(layout.nodes) if name in gone]
         rest = [name for name in layout.nodes if name not in gone]
         if lost:
-            for chosen in itertools.islice(itertools.permutations(waiting, len(lost)), MOST_TRIED // 4):
+            for chosen in itertools.islice(itertools.permutations(waiting, len(lost)), MOST_TRIED // 2):
                 names = list(layout.nodes)
                 for place, name in zip(lost, chosen, strict=True):
                     names[place] = name

@@ -18,72 +18,25 @@ once the same piece of the own chunk is complete: with the values come the norms
 
 from __future__ import annotations
 
-from roost.config import robust_quorum
+from roost.config import ONE_SAMPLE, robust_quorum
 from roost.protocol.averaging_events import (
     ApplyAverage,
-    AverageApplied,
     ChunkArrived,
-    ChunkRefused,
     CombineChunk,
-    DeadlinePassed,
-    OpenReceived,
     RingInstruction,
     SnapshotTaken,
-    StartRequested,
     StoreChunk,
 )
-from roost.protocol.averaging_round import ORDER_STRIDE, RingMember, RingState
-
-ONE_SAMPLE = 1.0
-"""A member with less has consumed nothing since the last round."""
+from roost.protocol.averaging_round import ORDER_STRIDE, TRANSITIONS, RingMember, RingState
 
 _S = RingState
-_RESTART = (_S.IDLE, _S.SNAPSHOTTING)
 _ANY = (_S.IDLE, _S.SNAPSHOTTING, _S.REDUCING, _S.GATHERING, _S.APPLYING)
 
-GUARDED_TRANSITIONS: dict[RingState, dict[type[object], RingState | tuple[RingState, ...]]] = {
-    _S.IDLE: {
-        StartRequested: _RESTART,
-        OpenReceived: _RESTART,
-        ChunkArrived: _RESTART,
-        SnapshotTaken: _S.IDLE,
-        ChunkRefused: _S.IDLE,
-        DeadlinePassed: _S.IDLE,
-    },
-    _S.SNAPSHOTTING: {
-        StartRequested: _S.SNAPSHOTTING,
-        OpenReceived: _S.SNAPSHOTTING,
-        ChunkArrived: _RESTART,
-        SnapshotTaken: _ANY,
-        ChunkRefused: _RESTART,
-        DeadlinePassed: _RESTART,
-    },
-    _S.REDUCING: {
-        StartRequested: _S.REDUCING,
-        OpenReceived: _S.REDUCING,
-        ChunkArrived: _ANY,
-        SnapshotTaken: _S.REDUCING,
-        ChunkRefused: (_S.IDLE, _S.SNAPSHOTTING, _S.REDUCING),
-        DeadlinePassed: (_S.IDLE, _S.SNAPSHOTTING, _S.REDUCING),
-    },
-    _S.GATHERING: {
-        StartRequested: _S.GATHERING,
-        OpenReceived: _S.GATHERING,
-        ChunkArrived: (_S.IDLE, _S.SNAPSHOTTING, _S.GATHERING, _S.APPLYING),
-        SnapshotTaken: _S.GATHERING,
-        ChunkRefused: (_S.IDLE, _S.SNAPSHOTTING, _S.GATHERING),
-        DeadlinePassed: (_S.IDLE, _S.SNAPSHOTTING, _S.GATHERING),
-    },
-    _S.APPLYING: {
-        StartRequested: _S.APPLYING,
-        OpenReceived: _S.APPLYING,
-        ChunkArrived: _S.APPLYING,
-        SnapshotTaken: _S.APPLYING,
-        ChunkRefused: _RESTART,
-        AverageApplied: _RESTART,
-        DeadlinePassed: _S.APPLYING,
-    },
+GUARDED_TRANSITIONS = TRANSITIONS | {
+    _S.SNAPSHOTTING: TRANSITIONS[_S.SNAPSHOTTING] | {SnapshotTaken: _ANY},
+    _S.REDUCING: TRANSITIONS[_S.REDUCING] | {ChunkArrived: _ANY},
 }
+"""Those of a ring, but for one thing: no chunk waits for another, so the last to come, or the snapshot, may complete a round at once."""
 
 
 class GuardedMember(RingMember):

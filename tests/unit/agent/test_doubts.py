@@ -6,18 +6,9 @@ import asyncio
 
 import pytest
 
+from hand_clock import HandClock
 from roost.agent import doubts
 from roost.agent.doubts import LEAST_S, LONGER, Doubts
-
-
-class Hand:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_what_is_there_already_is_taken_at_once_and_nobody_is_doubted() -> None:
@@ -74,7 +65,7 @@ def test_a_wait_that_is_doubted_still_ends_with_its_deadline(monkeypatch: pytest
 
 
 def test_long_waits_that_are_usual_are_not_doubted_and_one_long_absence_is_not_taken_for_usual() -> None:
-    clock = Hand()
+    clock = HandClock()
     watch = Doubts(lambda peer: None, clock)
 
     async def waited(seconds: float) -> None:

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
+from hand_clock import HandClock
 from roost.coordinator.quarrels import FORGIVEN_S, MOST_FORGIVEN_S, QUARRELS, USELESS_BYTES_PER_S, Quarrels
 
 
-class Hand:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_nodes_that_lose_each_other_once_may_try_again_and_twice_are_kept_apart() -> None:
-    quarrels = Quarrels("job", Hand())
+    quarrels = Quarrels("job", HandClock())
     for _ in range(QUARRELS):
         assert not quarrels.useless("attic", "barn")
         assert quarrels.links == ()
@@ -30,7 +21,7 @@ def test_nodes_that_lose_each_other_once_may_try_again_and_twice_are_kept_apart(
 
 
 def test_after_a_while_the_link_is_tried_again_and_each_time_later_if_it_does_not_work_then() -> None:
-    clock = Hand()
+    clock = HandClock()
     quarrels = Quarrels("job", clock)
     quarrels.avoid("attic", "barn")
     clock.now = FORGIVEN_S - 1

@@ -17,6 +17,7 @@ from roost.protocol.averaging_round import (
     ApplyAverage,
     AverageApplied,
     ChunkArrived,
+    DeadlinePassed,
     OpenReceived,
     RingEvent,
     RingInstruction,
@@ -29,6 +30,7 @@ from roost.protocol.averaging_round import (
     StartRequested,
     StoreChunk,
     TakeSnapshot,
+    ordered_round,
 )
 from roost.protocol.guarded_round import GuardedMember
 
@@ -193,3 +195,60 @@ class Ring:
         """Let everything happen that can without the passing of time."""
         while self.step():
             pass
+
+
+# ---------------------------------------------------------------- what any kind of ring is put through
+
+
+def carry_out_orders_amid_requests(ring: Ring) -> None:
+    """Ask every member for a round and for the first ordered one, at any moments: all end with the same values."""
+    waiting = [(name, order) for name in ring.names for order in (0, 1)]
+    ring.rng.shuffle(waiting)
+    while waiting:
+        if ring.rng.random() < 0.3:
+            name, order = waiting.pop()
+            ring.start(name, order=order)
+        ring.step()
+    ring.settle()
+    assert len({tuple(shell.values) for shell in ring.shells.values()}) == 1
+    assert all(shell.member.finished >= ordered_round(1) for shell in ring.shells.values())
+    assert all(shell.member.idle and not shell.buffers for shell in ring.shells.values())
+
+
+def give_up_and_meet_again(ring: Ring, steps: int) -> None:
+    """Let some members of a ring whose deadline is 10 s give up before others do, with messages still on their way, and order a round."""
+    ring.start(ring.rng.choice(ring.names))
+    for _ in range(steps):
+        ring.step()
+    ring.now = 10.0
+    for name in ring.rng.sample(ring.names, ring.rng.randrange(1, len(ring.names) + 1)):
+        ring.give(name, DeadlinePassed(now=ring.now))
+        for _ in range(ring.rng.randrange(4)):
+            ring.step()
+    ring.settle()
+    ring.now = 25.0
+    for name in ring.names:
+        ring.give(name, DeadlinePassed(now=ring.now))
+    ring.settle()
+    assert all(shell.member.idle for shell in ring.shells.values())
+    wanted = ring.mean()
+    ring.start(ring.rng.choice(ring.names), order=1)
+    ring.settle()
+    assert all(shell.values == wanted and not shell.buffers for shell in ring.shells.values())
+
+
+def lose_a_member(ring: Ring, steps: int) -> None:
+    """Let a member of a ring whose deadline is 10 s die in the middle of a round: the others end idle, at most one round on."""
+    ring.start(ring.names[0])
+    for _ in range(steps):
+        ring.step()
+    ring.dead.add(ring.rng.choice(ring.names))
+    ring.settle()
+    ring.now = 30.0
+    for name in ring.names:
+        if name not in ring.dead:
+            ring.give(name, DeadlinePassed(now=ring.now))
+    ring.settle()
+    for name, shell in ring.shells.items():
+        assert name in ring.dead or shell.member.idle
+        assert name in ring.dead or len(shell.applied) + len(shell.abandoned) <= 1

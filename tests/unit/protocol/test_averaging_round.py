@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ring_harness import Ring
+from ring_harness import Ring, carry_out_orders_amid_requests, give_up_and_meet_again, lose_a_member
 
 from roost.config import TensorCodec
 from roost.errors import IllegalTransitionError, ProtocolError
@@ -267,42 +267,14 @@ def test_an_order_gives_all_members_the_exact_mean_whatever_background_rounds_ru
     size: int, seed: int, pieces: int, differences: bool
 ) -> None:
     ring = Ring(size, seed, pieces=pieces, differences=differences)
-    waiting = [(name, order) for name in ring.names for order in (0, 1)]
-    ring.rng.shuffle(waiting)
-    while waiting:
-        if ring.rng.random() < 0.3:
-            name, order = waiting.pop()
-            ring.start(name, order=order)
-        ring.step()
-    ring.settle()
-    assert len({tuple(shell.values) for shell in ring.shells.values()}) == 1
-    assert all(shell.member.finished >= ordered_round(1) for shell in ring.shells.values())
-    assert all(shell.member.idle and not shell.buffers for shell in ring.shells.values())
+    carry_out_orders_amid_requests(ring)
 
 
 @settings(max_examples=80, deadline=None)
 @given(size=SIZES, seed=SEEDS, pieces=PIECES, differences=st.booleans(), steps=st.integers(0, 40))
 def test_members_that_give_up_meet_again_in_the_next_round(size: int, seed: int, pieces: int, differences: bool, steps: int) -> None:
     ring = Ring(size, seed, deadline_s=10.0, pieces=pieces, differences=differences)
-    ring.start(ring.rng.choice(ring.names))
-    for _ in range(steps):
-        ring.step()
-    # Some members give up before others do, with messages still on their way.
-    ring.now = 10.0
-    for name in ring.rng.sample(ring.names, ring.rng.randrange(1, size + 1)):
-        ring.give(name, DeadlinePassed(now=ring.now))
-        for _ in range(ring.rng.randrange(4)):
-            ring.step()
-    ring.settle()
-    ring.now = 25.0
-    for name in ring.names:
-        ring.give(name, DeadlinePassed(now=ring.now))
-    ring.settle()
-    assert all(shell.member.idle for shell in ring.shells.values())
-    mean = ring.mean()
-    ring.start(ring.rng.choice(ring.names), order=1)
-    ring.settle()
-    assert all(shell.values == mean and not shell.buffers for shell in ring.shells.values())
+    give_up_and_meet_again(ring, steps)
 
 
 @settings(max_examples=30, deadline=None)
@@ -311,19 +283,7 @@ def test_the_death_of_a_member_leaves_the_others_idle_with_their_own_weights(
     size: int, seed: int, pieces: int, differences: bool, steps: int
 ) -> None:
     ring = Ring(size, seed, deadline_s=10.0, pieces=pieces, differences=differences)
-    ring.start(ring.names[0])
-    for _ in range(steps):
-        ring.step()
-    ring.dead.add(ring.rng.choice(ring.names))
-    ring.settle()
-    ring.now = 30.0
-    for name in ring.names:
-        if name not in ring.dead:
-            ring.give(name, DeadlinePassed(now=ring.now))
-    ring.settle()
-    for name, shell in ring.shells.items():
-        assert name in ring.dead or shell.member.idle
-        assert name in ring.dead or len(shell.applied) + len(shell.abandoned) <= 1
+    lose_a_member(ring, steps)
 
 
 def test_a_piece_is_passed_on_while_the_next_one_is_on_its_way() -> None:

@@ -10,22 +10,13 @@ import grpc
 import pytest
 from transport_kit import GrpcFleet, Recorder, peer_of, stopping
 
+from hand_clock import HandClock
 from roost.messages import Ping
 from roost.transport import shown_certificate
 from roost.transport.authority import Authority, create_authority
 from roost.transport.credentials import Credentials
 from roost.transport.shown_certificate import QUIET_S, ShownCertificate
 from roost.types import Role
-
-
-class Hand:
-    """A clock that is set by hand."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -38,7 +29,7 @@ def _credentials(authority: Authority) -> Credentials:
 
 
 def test_a_certificate_that_has_not_changed_is_never_given_again(authority: Authority) -> None:
-    clock = Hand()
+    clock = HandClock()
     shown = ShownCertificate(_credentials(authority), clock)
     shown.server_credentials()
     for pause_s in (0.0, 0.1, 10 * QUIET_S, 1e6):
@@ -47,7 +38,7 @@ def test_a_certificate_that_has_not_changed_is_never_given_again(authority: Auth
 
 
 def test_a_new_certificate_waits_until_no_connection_has_come_for_a_while_and_is_given_once(authority: Authority) -> None:
-    clock = Hand()
+    clock = HandClock()
     shown = ShownCertificate(_credentials(authority), clock)
     shown.server_credentials()
     assert shown.replacement() is None
@@ -62,7 +53,7 @@ def test_a_new_certificate_waits_until_no_connection_has_come_for_a_while_and_is
 
 
 def test_a_certificate_from_before_the_start_is_not_replaced_by_itself(authority: Authority) -> None:
-    shown = ShownCertificate(_credentials(authority), Hand())
+    shown = ShownCertificate(_credentials(authority), HandClock())
     shown.replace(_credentials(authority))
     shown.server_credentials()
     assert shown.replacement() is None
