@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn
 
 import grpc
@@ -77,8 +77,9 @@ class Link:
         """Write one message to the stream, after those that were sent before. Raises what `Transport.send` does."""
         self._senders += 1
         try:
-            async with self._lock:
-                await self._send(packed)
+            with _cancellation_kept():
+                async with self._lock:
+                    await self._send(packed)
         finally:
             self._senders -= 1
             # It may have ended under one that gave up waiting for its turn.
@@ -87,6 +88,10 @@ class Link:
 
     async def call(self, packed: PackedMessage) -> Reply:
         """Make one call and return its reply. Raises what `Transport.call` does."""
+        with _cancellation_kept():
+            return await self._call(packed)
+
+    async def _call(self, packed: PackedMessage) -> Reply:
         if self.broken is not None:
             raise self.broken
         rpc = self._channel.stream_stream(CALL_METHOD)(metadata=asked_frame_bytes(self._config))
@@ -279,6 +284,21 @@ class SendStream:
         with contextlib.suppress(*RPC_ERRORS):
             await self.rpc.done_writing()
         return bytes(frame)
+
+
+@contextlib.contextmanager
+def _cancellation_kept() -> Iterator[None]:
+    """Raise CancelledError if the task is cancelled meanwhile, whatever else comes of it.
+
+    A call that breaks while it is cancelled can end with grpc's error: who asks again after that would never end.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    try:
+        yield
+    finally:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 def _describe(error: Exception) -> str:
